@@ -1,0 +1,526 @@
+"""The machine: devices, the links between them, and which transfers share a link.
+
+A cluster comes from a YAML file, from a preset (`placewright/clusters/*.yaml`) or from looking at
+this machine (`local`). The file format is described in docs/clusters.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from placewright.errors import ClusterError
+from placewright.files import read_text, write_text
+from placewright.graph import FloatArray, IndexArray, frozen
+
+FORMAT = "placewright-cluster/1"
+
+OP_CLASSES = ("conv", "matmul", "memory", "tiny")
+"""Classes of op that reach a different share of a device's peak: convolutions, matrix products,
+memory-bound ops, and ops too small to fill the device."""
+
+_ROUTING_BYTES = 1 << 20
+"""Routes are chosen for a tensor of this size: large enough that bandwidth counts, small enough
+that latency does too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKind:
+    """What all devices of one make have in common. Speeds are those of one slot."""
+
+    name: str
+    type: str
+    """`cpu`, `gpu`, ...: what kernels are written for."""
+    peak_flops: float
+    """Floating-point operations per second of one slot, single precision."""
+    memory_bandwidth: float
+    """Bytes per second between one slot and the device's memory."""
+    memory_bytes: int
+    slots: int = 1
+    """How many ops run at a time: 1 for a GPU stream, more for a CPU's thread pools."""
+    dispatch_seconds: float = 1e-6
+    """What the framework spends on any op, even one that computes nothing."""
+    launch_seconds: float = 0.0
+    """What starting a kernel costs on top, for ops that compute."""
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Share of the peak that each class of op reaches; 1 where not given."""
+
+    def __post_init__(self) -> None:
+        what = f"device kind {self.name!r}"
+        for key in ("peak_flops", "memory_bandwidth"):
+            _positive(getattr(self, key), f"{key} of {what}")
+        for key in ("dispatch_seconds", "launch_seconds"):
+            _not_negative(getattr(self, key), f"{key} of {what}")
+        if self.memory_bytes <= 0:
+            raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
+        if self.slots < 1:
+            raise ClusterError(f"slots of {what} must be at least 1, not {self.slots}")
+        for name, share in self.efficiency.items():
+            if name not in OP_CLASSES:
+                raise ClusterError(
+                    f"{what} has an efficiency for {name!r}; classes are {', '.join(OP_CLASSES)}"
+                )
+            if not 0 < share <= 1:
+                raise ClusterError(f"{what}: efficiency {name} must be in (0, 1], not {share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    name: str
+    kind: DeviceKind
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes <= 0:
+            raise ClusterError(
+                f"memory of device {self.name!r} must be positive, not {self.memory_bytes}"
+            )
+
+    @property
+    def type(self) -> str:
+        return self.kind.type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A wire. One transfer at a time uses it (in each direction, when `duplex`)."""
+
+    name: str
+    latency_seconds: float
+    bandwidth: float
+    """Bytes per second."""
+    pairs: tuple[tuple[str, str], ...]
+    """The neighbours (devices or switches) it joins; transfers between any of them share it."""
+    duplex: bool = True
+    """Whether the two directions are separate, as on PCIe, or share the wire."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self.latency_seconds, f"latency of link {self.name!r}")
+        _positive(self.bandwidth, f"bandwidth of link {self.name!r}")
+        if not self.pairs:
+            raise ClusterError(f"link {self.name!r} joins nothing; give it 'pairs'")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """How a tensor gets from one of D devices to another, as arrays for the simulator.
+
+    A transfer occupies all channels of its route at once, from its start for
+    `latency + bytes * seconds_per_byte`. A channel is one direction of a link.
+    """
+
+    latency_seconds: FloatArray
+    """[D, D] summed over the route."""
+    seconds_per_byte: FloatArray
+    """[D, D] of the slowest link on the route."""
+    offsets: IndexArray
+    """[D * D + 1] channels of the route from s to d: `channels[offsets[s*D+d] : ...]`."""
+    channels: IndexArray
+    channel_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cluster:
+    """Devices and links. Immutable."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    switches: tuple[str, ...] = ()
+    """Names that links may join besides devices."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ClusterError(f"cluster {self.name!r} has no devices")
+        _unique([device.name for device in self.devices], "device", self.name)
+        _unique([link.name for link in self.links], "link", self.name)
+        kinds: dict[str, DeviceKind] = {}
+        for device in self.devices:
+            if kinds.setdefault(device.kind.name, device.kind) != device.kind:
+                raise ClusterError(f"two different device kinds are named {device.kind.name!r}")
+        known = {device.name for device in self.devices} | set(self.switches)
+        for link in self.links:
+            for pair in link.pairs:
+                for end in pair:
+                    if end not in known:
+                        raise ClusterError(
+                            f"link {link.name!r} leads to {end!r}, which is no device or switch "
+                            f"of cluster {self.name!r}"
+                        )
+                if pair[0] == pair[1]:
+                    raise ClusterError(f"link {link.name!r} joins {pair[0]!r} with itself")
+        _ = self.routes  # finds devices that cannot reach each other
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """The distinct kinds, in order of first appearance."""
+        return tuple({device.kind.name: device.kind for device in self.devices}.values())
+
+    @cached_property
+    def kind_of_device(self) -> IndexArray:
+        """[D] index into `kinds`."""
+        names = [kind.name for kind in self.kinds]
+        return frozen(
+            np.array([names.index(device.kind.name) for device in self.devices], dtype=np.int32)
+        )
+
+    def device_number(self, name: str) -> int:
+        try:
+            return self.device_names.index(name)
+        except ValueError:
+            raise ClusterError(
+                f"cluster {self.name!r} has no device {name!r}; "
+                f"it has {', '.join(self.device_names)}"
+            ) from None
+
+    @cached_property
+    def routes(self) -> Routes:
+        return _find_routes(self)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        text = json.dumps(to_document(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Cluster):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def save(self, path: str | Path) -> None:
+        text = yaml.safe_dump(to_document(self), sort_keys=False, allow_unicode=True)
+        write_text(path, text, ClusterError)
+
+    @staticmethod
+    def load(source: str | Path) -> Cluster:
+        """A YAML file, the name of a preset, or `local` for this machine."""
+        name = str(source)
+        if name == "local":
+            from placewright.discovery import local_cluster
+
+            return local_cluster()
+        preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
+        if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
+            return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
+        path = Path(source)
+        if not path.exists() and path.suffix not in (".yaml", ".yml"):
+            raise ClusterError(
+                f"unknown cluster {name!r}: no such file, and the presets are "
+                f"{', '.join(preset_names())}"
+            )
+        text = read_text(path, ClusterError, what="cluster")
+        return from_document(_parse_yaml(text, name), where=name)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `Cluster.load` takes besides files."""
+    folder = resources.files("placewright").joinpath("clusters")
+    names = sorted(Path(file.name).stem for file in folder.iterdir() if file.name != "kinds.yaml")
+    return (*names, "local")
+
+
+def builtin_kinds() -> dict[str, DeviceKind]:
+    """Device kinds that cluster files may name without describing them."""
+    kinds = resources.files("placewright").joinpath("clusters").joinpath("kinds.yaml")
+    return _kinds(_parse_yaml(kinds.read_text("utf-8"), "kinds.yaml"))
+
+
+# --- reading and writing -------------------------------------------------------------------------
+
+
+def to_document(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as plain data, with every kind spelt out, so that it stands on its own."""
+    return {
+        "format": FORMAT,
+        "name": cluster.name,
+        "kinds": {
+            kind.name: {
+                "type": kind.type,
+                "peak_flops": kind.peak_flops,
+                "memory_bandwidth": kind.memory_bandwidth,
+                "memory": kind.memory_bytes,
+                "slots": kind.slots,
+                "dispatch": kind.dispatch_seconds,
+                "launch": kind.launch_seconds,
+                "efficiency": dict(kind.efficiency),
+            }
+            for kind in cluster.kinds
+        },
+        "devices": [
+            {"name": device.name, "kind": device.kind.name, "memory": device.memory_bytes}
+            for device in cluster.devices
+        ],
+        "switches": list(cluster.switches),
+        "links": [
+            {
+                "name": link.name,
+                "latency": link.latency_seconds,
+                "bandwidth": link.bandwidth,
+                "pairs": [list(pair) for pair in link.pairs],
+                "duplex": link.duplex,
+            }
+            for link in cluster.links
+        ],
+    }
+
+
+def from_document(document: object, *, where: str) -> Cluster:
+    """The cluster a parsed YAML document describes; `where` names it in errors."""
+    try:
+        return _cluster(document, where)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def _cluster(document: object, where: str) -> Cluster:
+    fields = _fields(
+        document, "the cluster", {"format", "name", "kinds", "devices", "switches", "links"}
+    )
+    if fields.get("format", FORMAT) != FORMAT:
+        raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
+    kinds = builtin_kinds()
+    kinds.update(_kinds(fields.get("kinds") or {}))
+    devices = []
+    for entry in _list(fields.get("devices"), "'devices'"):
+        data = _fields(entry, "a device", {"name", "kind", "memory"})
+        name = _string(data.get("name"), "the name of a device")
+        kind_name = _string(data.get("kind"), f"'kind' of device {name!r}")
+        if kind_name not in kinds:
+            raise ClusterError(
+                f"device {name!r} is of kind {kind_name!r}, which is not described; "
+                f"built in are {', '.join(builtin_kinds())}"
+            )
+        kind = kinds[kind_name]
+        memory = data.get("memory", kind.memory_bytes)
+        devices.append(
+            Device(name=name, kind=kind, memory_bytes=_bytes(memory, f"memory of {name!r}"))
+        )
+    links = []
+    for entry in _list(fields.get("links", []), "'links'"):
+        data = _fields(entry, "a link", {"name", "latency", "bandwidth", "pairs", "duplex"})
+        name = _string(data.get("name"), "the name of a link")
+        pairs = []
+        for pair in _list(data.get("pairs"), f"'pairs' of link {name!r}"):
+            ends = [_string(end, f"an end of link {name!r}") for end in _list(pair, "a pair")]
+            if len(ends) != 2:
+                raise ClusterError(f"link {name!r}: a pair has two ends, not {len(ends)}")
+            pairs.append((ends[0], ends[1]))
+        duplex = data.get("duplex", True)
+        if not isinstance(duplex, bool):
+            raise ClusterError(f"link {name!r}: 'duplex' must be true or false")
+        links.append(
+            Link(
+                name=name,
+                latency_seconds=_quantity(data.get("latency"), _SECONDS, f"latency of {name!r}"),
+                bandwidth=_quantity(data.get("bandwidth"), _RATES, f"bandwidth of {name!r}"),
+                pairs=tuple(pairs),
+                duplex=duplex,
+            )
+        )
+    switches = [
+        _string(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")
+    ]
+    name = _string(fields.get("name", Path(where).stem), "the cluster's name")
+    return Cluster(name=name, devices=tuple(devices), links=tuple(links), switches=tuple(switches))
+
+
+def _kinds(document: object) -> dict[str, DeviceKind]:
+    if not isinstance(document, dict):
+        raise ClusterError("'kinds' must map names to descriptions")
+    result = {}
+    for name, entry in document.items():
+        what = f"device kind {name!r}"
+        allowed = {
+            "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
+            "efficiency",
+        }  # fmt: skip
+        data = _fields(entry, what, allowed)
+        efficiency = data.get("efficiency", {})
+        if not isinstance(efficiency, dict):
+            raise ClusterError(f"'efficiency' of {what} must map op classes to shares")
+        slots = data.get("slots", 1)
+        if isinstance(slots, bool) or not isinstance(slots, int):
+            raise ClusterError(f"'slots' of {what} must be a whole number, not {slots!r}")
+        result[str(name)] = DeviceKind(
+            name=_string(name, "the name of a device kind"),
+            type=_string(data.get("type"), f"'type' of {what}"),
+            peak_flops=_quantity(data.get("peak_flops"), _FLOPS, f"peak_flops of {what}"),
+            memory_bandwidth=_quantity(
+                data.get("memory_bandwidth"), _RATES, f"memory_bandwidth of {what}"
+            ),
+            memory_bytes=_bytes(data.get("memory"), f"memory of {what}"),
+            slots=slots,
+            dispatch_seconds=_quantity(
+                data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"
+            ),
+            launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
+            efficiency={
+                str(key): _quantity(value, {}, f"efficiency {key} of {what}")
+                for key, value in efficiency.items()
+            },
+        )
+    return result
+
+
+def _parse_yaml(text: str, where: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+        reason = " ".join(str(fault).split())
+        raise ClusterError(f"{where}: not valid YAML: {reason}") from None
+
+
+def _fields(value: object, what: str, known: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ClusterError(f"{what} must be a mapping with {', '.join(sorted(known))}")
+    for key in value:
+        if key not in known:
+            raise ClusterError(f"{what}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+    return value
+
+
+def _list(value: object, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ClusterError(f"{what} must be a list, not {value!r}")
+    return value
+
+
+def _string(value: object, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ClusterError(f"{what} must be a non-empty string, not {value!r}")
+    return value
+
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_BYTES = {f"{prefix}B": scale for prefix, scale in {**_DECIMAL, **_BINARY}.items()}
+_RATES = {f"{unit}/s": scale for unit, scale in _BYTES.items()}
+_FLOPS = {f"{prefix}FLOPS": scale for prefix, scale in _DECIMAL.items()}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+def _quantity(value: object, units: Mapping[str, float], what: str) -> float:
+    """A plain number in base units, or text such as `12 GB` or `15us`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*", value)
+        if match and (match[2] in units or not match[2]):
+            try:
+                return float(match[1]) * units.get(match[2], 1.0)
+            except ValueError:
+                pass
+    example = f"{' or '.join(list(units)[:4])}" if units else "no unit"
+    raise ClusterError(f"{what} must be a number with {example}, not {value!r}")
+
+
+def _bytes(value: object, what: str) -> int:
+    size = _quantity(value, _BYTES, what)
+    if not math.isfinite(size):
+        raise ClusterError(f"{what} must be finite, not {value!r}")
+    return int(size)
+
+
+def _positive(value: float, what: str) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} must be positive, not {value:g}")
+
+
+def _not_negative(value: float, what: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ClusterError(f"{what} must not be negative, not {value:g}")
+
+
+def _unique(names: Sequence[str], what: str, cluster: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ClusterError(f"cluster {cluster!r} has two {what}s named {name!r}")
+
+
+# --- routes --------------------------------------------------------------------------------------
+
+
+def _find_routes(cluster: Cluster) -> Routes:
+    """The quickest way for a tensor of 1 MiB between every two devices (Dijkstra)."""
+    channel_names: list[str] = []
+    # node -> [(neighbour, link, channel)]
+    neighbours: dict[str, list[tuple[str, Link, int]]] = {}
+    for link in cluster.links:
+        forward = len(channel_names)
+        backward = forward + (1 if link.duplex else 0)
+        channel_names += [f"{link.name} >", f"{link.name} <"] if link.duplex else [link.name]
+        for a, b in link.pairs:
+            neighbours.setdefault(a, []).append((b, link, forward))
+            neighbours.setdefault(b, []).append((a, link, backward))
+
+    n = cluster.num_devices
+    latency = np.zeros((n, n))
+    per_byte = np.zeros((n, n))
+    offsets = [0]
+    channels: list[int] = []
+    for s, source in enumerate(cluster.device_names):
+        ways = _quickest_ways(source, neighbours)
+        for d, target in enumerate(cluster.device_names):
+            if s != d:
+                if target not in ways:
+                    raise ClusterError(
+                        f"cluster {cluster.name!r}: no link leads from {source!r} to {target!r}"
+                    )
+                way = ways[target]
+                latency[s, d] = sum(link.latency_seconds for link, _ in way)
+                per_byte[s, d] = max(1.0 / link.bandwidth for link, _ in way)
+                # A shared wire that is not duplex can come twice (up to the host, down again).
+                channels += dict.fromkeys(channel for _, channel in way)
+            offsets.append(len(channels))
+    return Routes(
+        latency_seconds=frozen(latency),
+        seconds_per_byte=frozen(per_byte),
+        offsets=frozen(np.array(offsets, dtype=np.int32)),
+        channels=frozen(np.array(channels, dtype=np.int32)),
+        channel_names=tuple(channel_names),
+    )
+
+
+def _quickest_ways(
+    source: str, neighbours: Mapping[str, list[tuple[str, Link, int]]]
+) -> dict[str, list[tuple[Link, int]]]:
+    ways: dict[str, list[tuple[Link, int]]] = {}
+    # The counter keeps equal routes in the order the links were given in.
+    queue: list[tuple[float, int, str, list[tuple[Link, int]]]] = [(0.0, 0, source, [])]
+    counter = 1
+    while queue:
+        seconds, _, node, way = heapq.heappop(queue)
+        if node in ways:
+            continue
+        ways[node] = way
+        for neighbour, link, channel in neighbours.get(node, []):
+            if neighbour not in ways:
+                cost = link.latency_seconds + _ROUTING_BYTES / link.bandwidth
+                heapq.heappush(
+                    queue, (seconds + cost, counter, neighbour, [*way, (link, channel)])
+                )
+                counter += 1
+    return ways

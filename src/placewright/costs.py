@@ -1,0 +1,234 @@
+"""How long each op takes on each kind of device, and where that number came from."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from placewright.cluster import Cluster, DeviceKind
+from placewright.errors import CostsError
+from placewright.files import read_json, write_json
+from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
+
+FORMAT = "placewright-costs/1"
+
+
+class Source(enum.IntEnum):
+    """Where the seconds of one op on one kind of device came from."""
+
+    NO_KERNEL = 0
+    """The op cannot run there; its seconds are infinite."""
+    ROOFLINE = 1
+    """Estimated from FLOPs and bytes."""
+    GRAPH = 2
+    """Measured, as told by the graph file."""
+    TABLE = 3
+    """Measured, as told by a costs file."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """Seconds of each of N ops on each of K kinds of device. Immutable."""
+
+    kinds: tuple[str, ...]
+    op_seconds: FloatArray
+    """[K, N], infinite where the op has no kernel."""
+    source: npt.NDArray[np.uint8]
+    """[K, N] a `Source` for each number."""
+
+    def __post_init__(self) -> None:
+        if self.op_seconds.shape != self.source.shape or len(self.kinds) != len(self.op_seconds):
+            raise CostsError(
+                f"costs of shape {self.op_seconds.shape} for {len(self.kinds)} device kinds"
+            )
+        missing = self.source == Source.NO_KERNEL
+        if not np.array_equal(missing, np.isposinf(self.op_seconds)):
+            raise CostsError("costs must be infinite exactly where an op has no kernel")
+        if not np.all(self.op_seconds >= 0):  # NaN fails this too
+            raise CostsError("costs must be numbers that are not negative")
+
+    def counts(self) -> Mapping[str, Mapping[Source, int]]:
+        """Device kind -> how many ops have a number from each source."""
+        return {
+            kind: {source: int(np.sum(row == source)) for source in Source}
+            for kind, row in zip(self.kinds, self.source, strict=True)
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256("\n".join(self.kinds).encode())
+        digest.update(np.ascontiguousarray(self.op_seconds).tobytes())
+        digest.update(np.ascontiguousarray(self.source).tobytes())
+        return digest.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Costs):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def save(self, path: str | Path, graph: Graph) -> None:
+        """Writes every number with its source, by op name."""
+        document = {
+            "format": FORMAT,
+            "graph": graph.fingerprint,
+            "ops": list(graph.op_names),
+            "kinds": {
+                kind: {
+                    "seconds": [None if s == np.inf else s for s in self.op_seconds[k].tolist()],
+                    "source": [Source(s).name.lower() for s in self.source[k].tolist()],
+                }
+                for k, kind in enumerate(self.kinds)
+            },
+        }
+        write_json(path, document, CostsError)
+
+    @staticmethod
+    def load(path: str | Path, graph: Graph) -> Costs:
+        """Exactly what `save` wrote for this graph."""
+        document = read_json(path, CostsError, what="costs")
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise CostsError(f"{path}: not a costs file ({FORMAT})")
+        if document.get("ops") != list(graph.op_names):
+            raise CostsError(
+                f"{path}: made for another graph ({document.get('graph')}, this one is "
+                f"{graph.fingerprint})"
+            )
+        try:
+            kinds = document["kinds"]
+            seconds = [
+                [np.inf if s is None else float(s) for s in entry["seconds"]]
+                for entry in kinds.values()
+            ]
+            sources = [
+                [Source[name.upper()] for name in entry["source"]] for entry in kinds.values()
+            ]
+            costs = Costs(
+                kinds=tuple(kinds),
+                op_seconds=frozen(np.array(seconds, dtype=np.float64)),
+                source=frozen(np.array(sources, dtype=np.uint8)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, CostsError) as fault:
+            raise CostsError(f"{path}: malformed costs: {fault}") from None
+        if costs.op_seconds.shape != (len(costs.kinds), graph.num_ops):
+            raise CostsError(f"{path}: covers {costs.op_seconds.shape[-1]} ops, not all")
+        return costs
+
+
+def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ()) -> Costs:
+    """Costs for every kind of device in the cluster, from the best source there is for each.
+
+    Measured numbers in `tables` (later ones win) go before those in the graph, and both before the
+    roofline estimate.
+    """
+    moved = _bytes_moved(graph)
+    classes = _op_classes(graph, moved)
+    seconds = np.empty((len(cluster.kinds), graph.num_ops))
+    source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
+    for k, kind in enumerate(cluster.kinds):
+        seconds[k] = _roofline(kind, graph, moved, classes)
+        # The kind's own numbers are laid over those of its type.
+        for key in (kind.type, kind.name):
+            if key in graph.measured_seconds:
+                measured = graph.measured_seconds[key]
+                known = ~np.isnan(measured)
+                seconds[k, known] = measured[known]
+                source[k, known] = Source.GRAPH
+        for table in tables:
+            if kind.name in table.kinds:
+                row = table.kinds.index(kind.name)
+                known = table.source[row] >= Source.GRAPH
+                seconds[k, known] = table.op_seconds[row, known]
+                source[k, known] = Source.TABLE
+        missing = ~graph.runs_on(kind.type)
+        seconds[k, missing] = np.inf
+        source[k, missing] = Source.NO_KERNEL
+    return Costs(
+        kinds=tuple(kind.name for kind in cluster.kinds),
+        op_seconds=frozen(seconds),
+        source=frozen(source),
+    )
+
+
+# --- roofline ------------------------------------------------------------------------------------
+
+_CONV, _MATMUL, _MEMORY, _TINY, _NO_WORK = "conv", "matmul", "memory", "tiny", ""
+
+_CONV_TYPES = re.compile(r"conv", re.IGNORECASE)
+_MATMUL_TYPES = re.compile(r"matmul|einsum|(^|[._])(addmm|mm|bmm|linear|baddbmm)\b", re.IGNORECASE)
+_UPDATE_TYPES = re.compile(r"^(Resource)?(?!.*(Sparse|Scatter)).*(Apply|Assign)")
+
+_TINY_FLOPS = 1e6
+_TINY_BYTES = 64 * 1024
+
+
+def _bytes_moved(graph: Graph) -> IntArray:
+    """[N] bytes an op reads and writes.
+
+    An optimizer update reads and writes the variables behind its handles, which the handles' own
+    eight bytes do not show.
+    """
+    moved = graph.input_bytes + graph.owned_bytes
+    updates = np.array(
+        [bool(_UPDATE_TYPES.search(type_)) for type_ in graph.op_types], dtype=np.bool_
+    )
+    data = graph.edge_tensor >= 0
+    by_update = data & updates[graph.edge_dst]
+    np.add.at(
+        moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]]
+    )
+    return moved
+
+
+def _op_classes(graph: Graph, moved: IntArray) -> npt.NDArray[Any]:
+    """[N] the class of each op, '' for one that computes nothing."""
+    classes = np.full(graph.num_ops, _MEMORY, dtype="U6")
+    by_type = {
+        type_: _CONV
+        if _CONV_TYPES.search(type_)
+        else _MATMUL
+        if _MATMUL_TYPES.search(type_)
+        else _MEMORY
+        for type_ in set(graph.op_types)
+    }
+    classes[:] = [by_type[type_] for type_ in graph.op_types]
+    flops = np.nan_to_num(graph.flops)
+    classes[(flops < _TINY_FLOPS) & (moved < _TINY_BYTES)] = _TINY
+    classes[~_computes(graph)] = _NO_WORK
+    return classes
+
+
+def _computes(graph: Graph) -> BoolArray:
+    """[N] whether an op does work: constants, handles, reads and reshapes only pass tensors on."""
+    has_input = np.zeros(graph.num_ops, dtype=np.bool_)
+    has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
+    outputs = np.diff(graph.output_offsets)
+    passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
+    return (np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on)
+
+
+def _roofline(
+    kind: DeviceKind, graph: Graph, moved: IntArray, classes: npt.NDArray[Any]
+) -> FloatArray:
+    """[N] seconds: overhead plus the slower of computing and moving bytes."""
+    seconds = np.full(graph.num_ops, kind.dispatch_seconds)
+    for name in (_CONV, _MATMUL, _MEMORY, _TINY):
+        members = classes == name
+        share = kind.efficiency.get(name, 1.0)
+        # Bytes move at the memory-bound share whatever the op computes, unless it is tiny.
+        memory_share = share if name == _TINY else kind.efficiency.get(_MEMORY, 1.0)
+        compute = np.nan_to_num(graph.flops[members]) / (kind.peak_flops * share)
+        memory = moved[members] / (kind.memory_bandwidth * memory_share)
+        seconds[members] += kind.launch_seconds + np.maximum(compute, memory)
+    return seconds

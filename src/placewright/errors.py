@@ -1,0 +1,39 @@
+"""The errors a user can cause. Each message is one line: what, where, the likely cause."""
+
+
+class PlacewrightError(Exception):
+    """Root of all errors raised on purpose; the command line prints it as one line and exits 2."""
+
+
+class ModelError(PlacewrightError):
+    """A model or graph that cannot be read, or that contradicts itself."""
+
+
+class ClusterError(PlacewrightError):
+    """A cluster description that cannot be read, or that describes an impossible machine."""
+
+
+class CostsError(PlacewrightError):
+    """Cost tables that are malformed or belong to another graph."""
+
+
+class PlacementError(PlacewrightError):
+    """A placement or grouping that does not fit its problem."""
+
+
+class SearchError(PlacewrightError):
+    """A search that cannot start: budget, method, output directory or constraints."""
+
+
+class WorkerError(PlacewrightError):
+    """The measuring infrastructure itself broke (not the placement: that is an `Outcome`)."""
+
+
+class MissingExtraError(PlacewrightError):
+    """An optional dependency is needed and not installed; the message names the install command."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(
+            f"{feature} needs the optional dependency '{extra}', which is not installed; "
+            f"run: pip install 'placewright[{extra}]'"
+        )

@@ -1,0 +1,719 @@
+"""The computation graph: operations in topological order, their tensors and edges.
+
+A `Graph` holds arrays, not objects, so that graphs of 100,000 operations stay small and fast.
+`Op`, `Tensor` and `Edge` are the records graphs are built from and written as.
+The file format is described in docs/graph-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from placewright.errors import ModelError
+from placewright.files import read_json, write_json
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+IndexArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+_A = TypeVar("_A", bound=npt.NDArray[Any])
+
+FORMAT = "placewright-graph/1"
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4,
+    "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex64": 8, "complex128": 16, "resource": 8, "variant": 8,
+}  # fmt: skip
+"""Bytes of one element. Handles (`resource`, `variant`) count as a pointer; other dtypes (strings)
+have no fixed size and need explicit bytes."""
+
+
+class Tensor(NamedTuple):
+    """One output of an operation."""
+
+    bytes: int
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    shares: tuple[str, int] | None = None
+    """(op, output) whose memory this tensor shares instead of having its own, as Reshape's output
+    shares its input's and a read of a variable shares the variable's."""
+
+
+class Edge(NamedTuple):
+    """`dst` needs output number `output` of `src`, or only its completion (control edge)."""
+
+    src: str
+    dst: str
+    output: int | None = 0
+    """Which output of `src` the edge carries; None for a control edge."""
+
+
+class ScopeRule(NamedTuple):
+    """Ops whose name contains `pattern` go to the group that `label` expands to."""
+
+    pattern: str
+    """Regular expression, searched for anywhere in the op's name."""
+    label: str
+    """Name of the group; may refer to the pattern's parts as `\\1`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operation, as front ends and graph files give it."""
+
+    name: str
+    type: str
+    outputs: tuple[Tensor, ...] = ()
+    param_bytes: int = 0
+    """Memory of the variable this op owns, resident for the whole step."""
+    slot_bytes: int = 0
+    """The same for a variable that is optimizer state (momentum, Adam's moments)."""
+    flops: float | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Measured time by device kind (`tesla-k80`) or, failing that, device type (`gpu`)."""
+    colocate: tuple[str, ...] = ()
+    """Labels; ops that share one must be placed on the same device."""
+    gradient_of: str | None = None
+    """The forward op whose gradient this op helps to compute: a wish to be near, not a must."""
+    kernels: tuple[str, ...] | None = None
+    """Device types that can run it; None for all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """Operations in topological order with their tensors, edges and constraints. Immutable.
+
+    N operations, T tensors, E edges. Tensors are numbered by producer, so operation `i` makes
+    tensors `output_offsets[i]` up to `output_offsets[i + 1]`.
+    """
+
+    name: str
+    op_names: tuple[str, ...]
+    op_types: tuple[str, ...]
+    flops: FloatArray
+    """[N] floating-point operations, NaN where unknown."""
+    param_bytes: IntArray
+    """[N] memory of the variable an op owns."""
+    slot_bytes: IntArray
+    """[N] memory of the optimizer state an op owns."""
+    colocation: IndexArray
+    """[N] number of the op's co-location set, -1 for an op that is free."""
+    gradient_of: IndexArray
+    """[N] the forward op this op is a gradient of, or -1."""
+    measured_seconds: Mapping[str, FloatArray]
+    """Device kind or type -> [N] seconds, NaN where not measured."""
+    kernels: Mapping[str, BoolArray]
+    """Device type -> [N] whether the op lists that type. Only meaningful where `restricted`."""
+    restricted: BoolArray
+    """[N] whether the op names the device types that can run it; the others run anywhere."""
+    output_offsets: IntArray
+    """[N + 1]"""
+    tensor_bytes: IntArray
+    """[T] bytes of each tensor: what a transfer of it moves."""
+    tensor_shapes: tuple[tuple[int, ...] | None, ...]
+    tensor_dtypes: tuple[str, ...]
+    tensor_shares: IndexArray
+    """[T] the tensor whose memory this one shares, or -1 when it has its own."""
+    edge_src: IndexArray
+    """[E] producing op; always smaller than the consumer."""
+    edge_dst: IndexArray
+    """[E] consuming op."""
+    edge_tensor: IndexArray
+    """[E] tensor carried, -1 for a control edge."""
+    group_rules: tuple[ScopeRule, ...] = ()
+    """How the model's author would group its ops (rule 3 of the paper); a hint, may be empty."""
+
+    @staticmethod
+    def from_ops(
+        name: str,
+        ops: Iterable[Op],
+        edges: Iterable[Edge],
+        group_rules: Iterable[tuple[str, str]] = (),
+    ) -> Graph:
+        """Builds and checks a graph from records in any order."""
+        rules = tuple(ScopeRule(*rule) for rule in group_rules)
+        return _build(name, list(ops), list(edges), rules)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.op_names)
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.edge_src)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensor_bytes)
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        return {name: index for index, name in enumerate(self.op_names)}
+
+    @cached_property
+    def tensor_producer(self) -> IndexArray:
+        """[T] the op that makes each tensor."""
+        counts = np.diff(self.output_offsets)
+        return frozen(np.repeat(np.arange(self.num_ops, dtype=np.int32), counts))
+
+    @cached_property
+    def output_bytes(self) -> IntArray:
+        """[N] bytes of all outputs of an op, whether or not they share memory."""
+        totals = np.concatenate([[0], np.cumsum(self.tensor_bytes)])
+        return frozen(totals[self.output_offsets[1:]] - totals[self.output_offsets[:-1]])
+
+    @cached_property
+    def owned_bytes(self) -> IntArray:
+        """[N] bytes of the outputs that have memory of their own."""
+        own = np.where(self.tensor_shares < 0, self.tensor_bytes, 0)
+        totals = np.concatenate([[0], np.cumsum(own)])
+        return frozen(totals[self.output_offsets[1:]] - totals[self.output_offsets[:-1]])
+
+    @cached_property
+    def input_bytes(self) -> IntArray:
+        """[N] bytes of all tensors an op reads."""
+        data = self.edge_tensor >= 0
+        weights = self.tensor_bytes[self.edge_tensor[data]]
+        totals = np.zeros(self.num_ops, dtype=np.int64)
+        np.add.at(totals, self.edge_dst[data], weights)
+        return frozen(totals)
+
+    @property
+    def resident_bytes(self) -> IntArray:
+        """[N] memory held for the whole step: the variable and the optimizer state."""
+        return self.param_bytes + self.slot_bytes
+
+    def runs_on(self, device_type: str) -> BoolArray:
+        """[N] whether each op has a kernel for this type of device."""
+        listed = self.kernels.get(device_type, np.zeros(self.num_ops, dtype=np.bool_))
+        return ~self.restricted | listed
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal graphs, on every machine and in every version that keeps the format."""
+        digest = hashlib.sha256(FORMAT.encode())
+        for text in (self.op_names, self.op_types, self.tensor_dtypes):
+            digest.update(json.dumps(text).encode())
+        digest.update(json.dumps([self.tensor_shapes, self.group_rules]).encode())
+        for array in self._arrays():
+            digest.update(str(array.dtype).encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        for table in (self.measured_seconds, self.kernels):
+            for key in sorted(table):
+                digest.update(key.encode())
+                digest.update(np.ascontiguousarray(table[key]).tobytes())
+        return digest.hexdigest()[:16]
+
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        return (
+            self.flops, self.param_bytes, self.slot_bytes, self.colocation, self.gradient_of,
+            self.restricted, self.output_offsets, self.tensor_bytes, self.tensor_shares,
+            self.edge_src, self.edge_dst, self.edge_tensor,
+        )  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Graph):
+            return NotImplemented
+        return self.name == other.name and self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def ops(self) -> Iterator[Op]:
+        """The records this graph could be built from again."""
+        kinds = {kind: seconds.tolist() for kind, seconds in self.measured_seconds.items()}
+        types = {type_: listed.tolist() for type_, listed in self.kernels.items()}
+        flops = self.flops.tolist()
+        offsets = self.output_offsets.tolist()
+        tensors = [self._tensor(t) for t in range(self.num_tensors)]
+        for i, name in enumerate(self.op_names):
+            colocation = int(self.colocation[i])
+            forward = int(self.gradient_of[i])
+            yield Op(
+                name=name,
+                type=self.op_types[i],
+                outputs=tuple(tensors[offsets[i] : offsets[i + 1]]),
+                param_bytes=int(self.param_bytes[i]),
+                slot_bytes=int(self.slot_bytes[i]),
+                flops=None if math.isnan(flops[i]) else flops[i],
+                seconds={k: s[i] for k, s in kinds.items() if not math.isnan(s[i])},
+                colocate=() if colocation < 0 else (str(colocation),),
+                gradient_of=None if forward < 0 else self.op_names[forward],
+                kernels=tuple(t for t, has in types.items() if has[i])
+                if self.restricted[i]
+                else None,
+            )
+
+    def edges(self) -> Iterator[Edge]:
+        first = self.output_offsets[self.edge_src]
+        for src, dst, tensor, base in zip(
+            self.edge_src.tolist(),
+            self.edge_dst.tolist(),
+            self.edge_tensor.tolist(),
+            first.tolist(),
+            strict=True,
+        ):
+            output = None if tensor < 0 else tensor - base
+            yield Edge(self.op_names[src], self.op_names[dst], output)
+
+    def _tensor(self, t: int) -> Tensor:
+        root = int(self.tensor_shares[t])
+        shares = None
+        if root >= 0:
+            producer = int(self.tensor_producer[root])
+            shares = (self.op_names[producer], root - int(self.output_offsets[producer]))
+        return Tensor(
+            int(self.tensor_bytes[t]), self.tensor_shapes[t], self.tensor_dtypes[t], shares
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph in the documented JSON format."""
+        write_json(path, to_json(self), ModelError)
+
+    @staticmethod
+    def load(path: str | Path) -> Graph:
+        """Reads a graph written by `save` or by another tool."""
+        return from_json(read_json(path, ModelError, what="graph"), where=str(path))
+
+
+def to_json(graph: Graph) -> dict[str, Any]:
+    ops = []
+    for op in graph.ops():
+        record: dict[str, Any] = {"name": op.name, "type": op.type}
+        if op.outputs:
+            record["outputs"] = [_tensor_to_json(tensor) for tensor in op.outputs]
+        if op.param_bytes:
+            record["param_bytes"] = op.param_bytes
+        if op.slot_bytes:
+            record["slot_bytes"] = op.slot_bytes
+        if op.flops is not None:
+            record["flops"] = op.flops
+        if op.seconds:
+            record["seconds"] = dict(op.seconds)
+        if op.colocate:
+            record["colocate"] = list(op.colocate)
+        if op.gradient_of is not None:
+            record["gradient_of"] = op.gradient_of
+        if op.kernels is not None:
+            record["kernels"] = list(op.kernels)
+        ops.append(record)
+    edges = []
+    for edge in graph.edges():
+        line: dict[str, Any] = {"from": edge.src, "to": edge.dst}
+        if edge.output is None:
+            line["control"] = True
+        elif edge.output:
+            line["output"] = edge.output
+        edges.append(line)
+    document = {"format": FORMAT, "name": graph.name, "ops": ops, "edges": edges}
+    if graph.group_rules:
+        document["group_rules"] = [rule._asdict() for rule in graph.group_rules]
+    return document
+
+
+def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+    record: dict[str, Any] = {"bytes": tensor.bytes}
+    if tensor.shape is not None:
+        record["shape"] = list(tensor.shape)
+    if tensor.dtype:
+        record["dtype"] = tensor.dtype
+    if tensor.shares is not None:
+        record["shares"] = list(tensor.shares)
+    return record
+
+
+_GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules"}
+_OP_KEYS = {
+    "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
+    "gradient_of", "kernels",
+}  # fmt: skip
+_TENSOR_KEYS = {"bytes", "shape", "dtype", "shares"}
+_EDGE_KEYS = {"from", "to", "output", "control"}
+
+
+def from_json(document: object, *, where: str) -> Graph:
+    """The graph a parsed JSON document describes; `where` names it in errors."""
+    if not isinstance(document, dict):
+        raise ModelError(f"{where}: expected a JSON object with 'ops' and 'edges'")
+    if document.get("format", FORMAT) != FORMAT:
+        raise ModelError(
+            f"{where}: format is {document['format']!r}, this version reads {FORMAT!r}"
+        )
+    ops, edges = document.get("ops"), document.get("edges", [])
+    if not isinstance(ops, list) or not isinstance(edges, list):
+        raise ModelError(f"{where}: 'ops' and 'edges' must be lists; is this a graph file?")
+    _no_unknown_keys(document, _GRAPH_KEYS, where)
+    name = document.get("name", Path(where).stem)
+    try:
+        return Graph.from_ops(
+            _text(name, "graph name"),
+            [_op_from_json(record, index) for index, record in enumerate(ops)],
+            [_edge_from_json(record, index) for index, record in enumerate(edges)],
+            _rules_from_json(document.get("group_rules", [])),
+        )
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from error
+
+
+def _op_from_json(record: object, index: int) -> Op:
+    if not isinstance(record, dict):
+        raise ModelError(f"op number {index} is not a JSON object")
+    name = _text(record.get("name"), f"'name' of op number {index}")
+    what = f"op {name!r}"
+    _no_unknown_keys(record, _OP_KEYS, what)
+    outputs = record.get("outputs", [])
+    if not isinstance(outputs, list):
+        raise ModelError(f"{what}: 'outputs' must be a list")
+    seconds = record.get("seconds", {})
+    if not isinstance(seconds, dict):
+        raise ModelError(f"{what}: 'seconds' must map device kinds to numbers")
+    kernels = record.get("kernels")
+    forward = record.get("gradient_of")
+    flops = record.get("flops")
+    return Op(
+        name=name,
+        type=_text(record.get("type"), f"'type' of {what}"),
+        outputs=tuple(_tensor_from_json(output, what) for output in outputs),
+        param_bytes=_whole(record.get("param_bytes", 0), f"'param_bytes' of {what}"),
+        slot_bytes=_whole(record.get("slot_bytes", 0), f"'slot_bytes' of {what}"),
+        flops=None if flops is None else _number(flops, f"'flops' of {what}"),
+        seconds={
+            _text(kind, f"a device kind of {what}"): _number(value, f"seconds of {what} on {kind}")
+            for kind, value in seconds.items()
+        },
+        colocate=_texts(record.get("colocate", []), f"'colocate' of {what}"),
+        gradient_of=None if forward is None else _text(forward, f"'gradient_of' of {what}"),
+        kernels=None if kernels is None else _texts(kernels, f"'kernels' of {what}"),
+    )
+
+
+def _tensor_from_json(record: object, what: str) -> Tensor:
+    if not isinstance(record, dict):
+        raise ModelError(f"{what}: an output is not a JSON object")
+    _no_unknown_keys(record, _TENSOR_KEYS, f"an output of {what}")
+    shape = record.get("shape")
+    if shape is not None:
+        if not isinstance(shape, list):
+            raise ModelError(f"{what}: the shape of an output must be a list of whole numbers")
+        shape = tuple(_whole(dim, f"a dimension of {what}") for dim in shape)
+    dtype = record.get("dtype", "")
+    if dtype != "":
+        dtype = _text(dtype, f"a dtype of {what}")
+    size = record.get("bytes")
+    if size is None:
+        if shape is None or dtype not in DTYPE_BYTES:
+            raise ModelError(
+                f"{what}: an output needs 'bytes', or a 'shape' and a 'dtype' of fixed size"
+            )
+        size = math.prod(shape) * DTYPE_BYTES[dtype]
+    shares = record.get("shares")
+    if shares is not None:
+        if not isinstance(shares, list) or len(shares) != 2:
+            raise ModelError(f"{what}: 'shares' must be [op name, output number]")
+        shares = (_text(shares[0], f"'shares' of {what}"), _whole(shares[1], f"'shares' of {what}"))
+    return Tensor(_whole(size, f"'bytes' of an output of {what}"), shape, dtype, shares)
+
+
+def _edge_from_json(record: object, index: int) -> Edge:
+    if not isinstance(record, dict):
+        raise ModelError(f"edge number {index} is not a JSON object")
+    what = f"edge number {index}"
+    _no_unknown_keys(record, _EDGE_KEYS, what)
+    src = _text(record.get("from"), f"'from' of {what}")
+    dst = _text(record.get("to"), f"'to' of {what}")
+    control = record.get("control", False)
+    if not isinstance(control, bool):
+        raise ModelError(f"{what}: 'control' must be true or false")
+    if control:
+        if "output" in record:
+            raise ModelError(f"{what}: a control edge carries no 'output'")
+        return Edge(src, dst, None)
+    return Edge(src, dst, _whole(record.get("output", 0), f"'output' of {what}"))
+
+
+def _rules_from_json(records: object) -> list[ScopeRule]:
+    if not isinstance(records, list):
+        raise ModelError("'group_rules' must be a list of {'pattern': ..., 'label': ...}")
+    rules = []
+    for record in records:
+        if not isinstance(record, dict):
+            raise ModelError("a group rule is not a JSON object")
+        _no_unknown_keys(record, {"pattern", "label"}, "a group rule")
+        pattern = _text(record.get("pattern"), "'pattern' of a group rule")
+        rules.append(ScopeRule(pattern, _text(record.get("label"), "'label' of a group rule")))
+    return rules
+
+
+def _no_unknown_keys(record: Mapping[str, object], known: set[str], what: str) -> None:
+    # A misspelt optional key would silently be a default; better to say so.
+    for key in record:
+        if key not in known:
+            raise ModelError(f"{what}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ModelError(f"{what} must be a non-empty string, not {value!r}")
+    _check_unicode(value, what)
+    return value
+
+
+def _check_unicode(text: str, what: str) -> None:
+    # JSON can spell half a surrogate pair ("\\ud800"), which no file or terminal can take.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ModelError(f"{what} is not valid Unicode: {text!a}") from None
+
+
+def _texts(value: object, what: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ModelError(f"{what} must be a list of strings")
+    return tuple(_text(item, what) for item in value)
+
+
+def _whole(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise ModelError(f"{what} must be a whole number that is not negative, not {value!r}")
+    return value
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"{what} must be a number, not {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise ModelError(f"{what} must be finite and not negative, not {value!r}")
+    return float(value)
+
+
+def _build(
+    name: str, ops: list[Op], edges: list[Edge], group_rules: tuple[ScopeRule, ...]
+) -> Graph:
+    if not ops:
+        raise ModelError("the graph has no ops; is it the right file, or was everything pruned?")
+    index: dict[str, int] = {}
+    for i, op in enumerate(ops):
+        _check_op(op)
+        if index.setdefault(op.name, i) != i:
+            raise ModelError(f"two ops are named {op.name!r}; op names must be unique")
+    for edge in edges:
+        _check_edge(edge, ops, index)
+
+    order = _topological_order(
+        ops,
+        [index[edge.src] for edge in edges],
+        [index[edge.dst] for edge in edges],
+    )
+    ops = [ops[i] for i in order]
+    index = {op.name: i for i, op in enumerate(ops)}
+
+    counts = np.array([len(op.outputs) for op in ops], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    tensors = [tensor for op in ops for tensor in op.outputs]
+    restricted = np.array([op.kernels is not None for op in ops], dtype=np.bool_)
+    types = sorted({type_ for op in ops for type_ in op.kernels or ()})
+    kinds = sorted({kind for op in ops for kind in op.seconds})
+
+    edge_src = np.array([index[edge.src] for edge in edges], dtype=np.int32)
+    edge_dst = np.array([index[edge.dst] for edge in edges], dtype=np.int32)
+    edge_tensor = np.array(
+        [
+            -1 if edge.output is None else offsets[index[edge.src]] + edge.output
+            for edge in edges
+        ],
+        dtype=np.int32,
+    )
+    # Sorted by consumer, so that the inputs of an op stand together; stable, so that the order
+    # of one op's inputs is kept.
+    by_consumer = np.argsort(edge_dst, kind="stable")
+
+    shared: dict[str, str] = {}  # interned: 100,000 ops have a few dozen types between them
+    return Graph(
+        name=name,
+        op_names=tuple(op.name for op in ops),
+        op_types=tuple(shared.setdefault(op.type, op.type) for op in ops),
+        flops=frozen(
+            np.array([math.nan if op.flops is None else op.flops for op in ops], dtype=np.float64)
+        ),
+        param_bytes=frozen(np.array([op.param_bytes for op in ops], dtype=np.int64)),
+        slot_bytes=frozen(np.array([op.slot_bytes for op in ops], dtype=np.int64)),
+        colocation=frozen(_colocation_sets(ops)),
+        gradient_of=frozen(_forward_ops(ops, index)),
+        measured_seconds={
+            kind: frozen(
+                np.array([op.seconds.get(kind, math.nan) for op in ops], dtype=np.float64)
+            )
+            for kind in kinds
+        },
+        kernels={
+            type_: frozen(np.array([type_ in (op.kernels or ()) for op in ops], dtype=np.bool_))
+            for type_ in types
+        },
+        restricted=frozen(restricted),
+        output_offsets=frozen(offsets),
+        tensor_bytes=frozen(np.array([tensor.bytes for tensor in tensors], dtype=np.int64)),
+        tensor_shapes=tuple(tensor.shape for tensor in tensors),
+        tensor_dtypes=tuple(shared.setdefault(t.dtype, t.dtype) for t in tensors),
+        tensor_shares=frozen(_shared_roots(ops, index, offsets)),
+        edge_src=frozen(edge_src[by_consumer]),
+        edge_dst=frozen(edge_dst[by_consumer]),
+        edge_tensor=frozen(edge_tensor[by_consumer]),
+        group_rules=group_rules,
+    )
+
+
+def _check_op(op: Op) -> None:
+    for text in (op.name, op.type):
+        if not text:
+            raise ModelError("an op has an empty name or type")
+        _check_unicode(text, "the name or type of an op")
+    for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
+        if size < 0:
+            raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
+    costs = [("flops", op.flops), *((f"seconds on {k}", s) for k, s in op.seconds.items())]
+    for label, value in costs:
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ModelError(
+                f"{label} of op {op.name!r} must be finite and not negative, not {value}"
+            )
+
+
+def _check_edge(edge: Edge, ops: Sequence[Op], index: Mapping[str, int]) -> None:
+    for end in (edge.src, edge.dst):
+        if end not in index:
+            raise ModelError(
+                f"edge {edge.src!r} -> {edge.dst!r} is dangling: there is no op {end!r}"
+            )
+    outputs = len(ops[index[edge.src]].outputs)
+    if edge.output is not None and not 0 <= edge.output < outputs:
+        raise ModelError(
+            f"edge {edge.src!r} -> {edge.dst!r} carries output {edge.output}, "
+            f"but {edge.src!r} has {outputs} outputs"
+        )
+
+
+def _topological_order(ops: Sequence[Op], src: list[int], dst: list[int]) -> list[int]:
+    """Kahn's algorithm, keeping the given order wherever the edges allow."""
+    n = len(ops)
+    if all(s < d for s, d in zip(src, dst, strict=True)):
+        return list(range(n))
+    waiting = [0] * n
+    consumers: list[list[int]] = [[] for _ in range(n)]
+    for s, d in zip(src, dst, strict=True):
+        waiting[d] += 1
+        consumers[s].append(d)
+    ready = [i for i in range(n) if not waiting[i]]
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for d in consumers[i]:
+            waiting[d] -= 1
+            if not waiting[d]:
+                heapq.heappush(ready, d)
+    if len(order) < n:
+        cycle = _find_cycle(waiting, src, dst)
+        shown = [ops[i].name for i in cycle[:5]]
+        dots = " -> ..." if len(cycle) > 5 else ""
+        raise ModelError(
+            f"the graph has a cycle of {len(cycle)} ops: {' -> '.join(shown)}{dots} -> {shown[0]}; "
+            "loops must be unrolled or lowered to one op"
+        )
+    return order
+
+
+def _find_cycle(waiting: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> list[int]:
+    """Walks producers among the ops that never became ready until one repeats."""
+    producer = {d: s for s, d in zip(src, dst, strict=True) if waiting[s] and waiting[d]}
+    seen: dict[int, int] = {}
+    node = next(iter(producer))
+    while node not in seen:
+        seen[node] = len(seen)
+        node = producer[node]
+    walk = list(seen)[seen[node] :]
+    return walk[::-1]
+
+
+def _colocation_sets(ops: Sequence[Op]) -> IndexArray:
+    """Ops that share a label, directly or through others, get the same number."""
+    sets = DisjointSets(len(ops))
+    holder: dict[str, int] = {}
+    for i, op in enumerate(ops):
+        for label in op.colocate:
+            sets.union(holder.setdefault(label, i), i)
+    numbers: dict[int, int] = {}
+    result = np.full(len(ops), -1, dtype=np.int32)
+    for i, op in enumerate(ops):
+        if op.colocate:
+            result[i] = numbers.setdefault(sets.find(i), len(numbers))
+    return result
+
+
+def _forward_ops(ops: Sequence[Op], index: Mapping[str, int]) -> IndexArray:
+    result = np.full(len(ops), -1, dtype=np.int32)
+    for i, op in enumerate(ops):
+        if op.gradient_of is not None:
+            if op.gradient_of not in index:
+                raise ModelError(
+                    f"op {op.name!r} is the gradient of {op.gradient_of!r}, which does not exist"
+                )
+            result[i] = index[op.gradient_of]
+    return result
+
+
+def _shared_roots(ops: Sequence[Op], index: Mapping[str, int], offsets: IntArray) -> IndexArray:
+    """Follows chains of sharing to the tensor that owns the memory."""
+    roots = np.full(int(offsets[-1]), -1, dtype=np.int32)
+    for i, op in enumerate(ops):
+        for k, tensor in enumerate(op.outputs):
+            if tensor.shares is None:
+                continue
+            owner, output = tensor.shares
+            j = index.get(owner)
+            if j is None or not 0 <= output < len(ops[j].outputs):
+                raise ModelError(
+                    f"op {op.name!r} shares memory with {owner!r}:{output}, which does not exist"
+                )
+            if j >= i:
+                raise ModelError(f"op {op.name!r} shares memory with {owner!r}, which runs later")
+            root = int(offsets[j]) + output
+            roots[int(offsets[i]) + k] = roots[root] if roots[root] >= 0 else root
+    return roots
+
+
+class DisjointSets:
+    """Union-find over 0..n-1; the smallest member represents its set."""
+
+    def __init__(self, n: int) -> None:
+        self._parent = list(range(n))
+
+    def find(self, i: int) -> int:
+        parent = self._parent
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    def union(self, i: int, j: int) -> None:
+        i, j = self.find(i), self.find(j)
+        if i != j:
+            self._parent[max(i, j)] = min(i, j)
+
+
+def frozen(array: _A) -> _A:
+    """Marks an array read-only: a frozen dataclass does not protect what its arrays hold."""
+    array.flags.writeable = False
+    return array

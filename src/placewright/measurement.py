@@ -1,0 +1,88 @@
+"""What happened when a placement was run, and the record of one attempt."""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placewright.errors import PlacementError
+from placewright.placement import Placement
+
+
+class Outcome(enum.Enum):
+    """How a run ended. Only `OK` has a time."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out of memory"
+    FAILED = "failed"
+    TIMED_OUT = "timed out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What happened when a placement was run. Failures carry no time."""
+
+    outcome: Outcome
+    step_seconds: tuple[float, ...] = ()
+    """Wall-clock of each timed step, warm-up excluded; one entry when simulated."""
+    peak_bytes: tuple[int, ...] = ()
+    """Most memory in use on each device, where known."""
+    reason: str = ""
+    """For a failure: what went wrong, on which device."""
+
+    def __post_init__(self) -> None:
+        if (self.outcome is Outcome.OK) != bool(self.step_seconds):
+            raise PlacementError(
+                f"a measurement that ended {self.outcome.value!r} with "
+                f"{len(self.step_seconds)} step times; exactly those that ran have times"
+            )
+        for seconds in self.step_seconds:
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise PlacementError(f"a step cannot take {seconds} seconds")
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+    @property
+    def mean_seconds(self) -> float:
+        """Mean step time; infinite for a failure, so that failures sort last."""
+        return statistics.fmean(self.step_seconds) if self.ok else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"outcome": self.outcome.value}
+        if self.step_seconds:
+            record["step_seconds"] = list(self.step_seconds)
+        if self.peak_bytes:
+            record["peak_bytes"] = list(self.peak_bytes)
+        if self.reason:
+            record["reason"] = self.reason
+        return record
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Measurement:
+        try:
+            return Measurement(
+                outcome=Outcome(record["outcome"]),
+                step_seconds=tuple(float(s) for s in record.get("step_seconds", ())),
+                peak_bytes=tuple(int(b) for b in record.get("peak_bytes", ())),
+                reason=str(record.get("reason", "")),
+            )
+        except (KeyError, TypeError, ValueError) as fault:
+            raise PlacementError(f"malformed measurement: {fault!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One placement, what came of it, and who proposed it."""
+
+    placement: Placement
+    measurement: Measurement
+    placer: str
+    seed: int = 0
+    at_seconds: float = 0.0
+    """When it ended, in seconds since its search began."""

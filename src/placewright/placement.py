@@ -1,0 +1,109 @@
+"""A placement: the device of every group of one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from placewright.errors import PlacementError
+from placewright.files import read_json, write_json
+from placewright.graph import IndexArray, frozen
+from placewright.problem import Problem
+
+FORMAT = "placewright-placement/1"
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Group -> device, valid for the problem with this fingerprint. Immutable and hashable."""
+
+    devices: IndexArray
+    """[G] number of the device of each group."""
+    problem: str
+    """Fingerprint of the problem it was made for."""
+
+    @staticmethod
+    def of(problem: Problem, devices: Sequence[int] | IndexArray) -> Placement:
+        """Checks that every group gets a device the problem has."""
+        array = np.array(devices, dtype=np.int32)
+        groups = problem.grouping.num_groups
+        if array.shape != (groups,):
+            raise PlacementError(
+                f"placement covers {array.size} groups, the problem has {groups}; "
+                "was it made for another grouping?"
+            )
+        count = problem.cluster.num_devices
+        if array.size and not (array.min() >= 0 and array.max() < count):
+            raise PlacementError(
+                f"placement uses device number {array.max() if array.min() >= 0 else array.min()}, "
+                f"cluster {problem.cluster.name!r} has {count} devices"
+            )
+        return Placement(frozen(array), problem.fingerprint)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return self.problem == other.problem and np.array_equal(self.devices, other.devices)
+
+    def __hash__(self) -> int:
+        return hash((self.problem, self.devices.tobytes()))
+
+    def save(self, path: str | Path, problem: Problem) -> None:
+        """Writes group and device names, so that the file can be read without the problem."""
+        self.check(problem)
+        names = problem.cluster.device_names
+        document = {
+            "format": FORMAT,
+            "problem": self.problem,
+            "graph": problem.graph.name,
+            "cluster": problem.cluster.name,
+            "groups": {
+                group: names[device]
+                for group, device in zip(
+                    problem.grouping.names, self.devices.tolist(), strict=True
+                )
+            },
+        }
+        write_json(path, document, PlacementError)
+
+    @staticmethod
+    def load(path: str | Path, problem: Problem) -> Placement:
+        """Reads a placement for this problem.
+
+        Groups and devices are matched by name, so a placement can be tried under other costs or on
+        a cluster with other speeds; it must cover exactly the problem's groups.
+        """
+        document = read_json(path, PlacementError, what="placement")
+        groups = document.get("groups") if isinstance(document, dict) else None
+        if not isinstance(groups, dict) or document.get("format") != FORMAT:
+            raise PlacementError(f"{path}: not a placement file ({FORMAT})")
+        if len(groups) != problem.grouping.num_groups:
+            raise PlacementError(
+                f"{path}: placement covers {len(groups)} groups, the problem has "
+                f"{problem.grouping.num_groups}; was it made for another grouping?"
+            )
+        devices = []
+        numbers = {name: number for number, name in enumerate(problem.cluster.device_names)}
+        for group in problem.grouping.names:
+            if group not in groups:
+                raise PlacementError(
+                    f"{path}: no device for group {group!r}; the placement is for model "
+                    f"{document.get('graph')!r}, this one is {problem.graph.name!r}"
+                )
+            if groups[group] not in numbers:
+                raise PlacementError(
+                    f"{path}: group {group!r} is on {groups[group]!r}, which cluster "
+                    f"{problem.cluster.name!r} does not have ({', '.join(numbers)})"
+                )
+            devices.append(numbers[groups[group]])
+        return Placement.of(problem, devices)
+
+    def check(self, problem: Problem) -> None:
+        """Raises when the placement was made for another problem."""
+        if self.problem != problem.fingerprint:
+            raise PlacementError(
+                f"placement was made for problem {self.problem}, this is {problem.fingerprint}"
+            )
