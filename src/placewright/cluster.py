@@ -373,9 +373,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
             ),
             memory_bytes=_bytes(data.get("memory"), f"memory of {what}"),
             slots=slots,
-            dispatch_seconds=_quantity(
-                data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"
-            ),
+            dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
             efficiency={
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
@@ -519,8 +517,6 @@ def _quickest_ways(
         for neighbour, link, channel in neighbours.get(node, []):
             if neighbour not in ways:
                 cost = link.latency_seconds + _ROUTING_BYTES / link.bandwidth
-                heapq.heappush(
-                    queue, (seconds + cost, counter, neighbour, [*way, (link, channel)])
-                )
+                heapq.heappush(queue, (seconds + cost, counter, neighbour, [*way, (link, channel)]))
                 counter += 1
     return ways

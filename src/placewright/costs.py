@@ -185,9 +185,7 @@ def _bytes_moved(graph: Graph) -> IntArray:
     )
     data = graph.edge_tensor >= 0
     by_update = data & updates[graph.edge_dst]
-    np.add.at(
-        moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]]
-    )
+    np.add.at(moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]])
     return moved
 
 
@@ -215,7 +213,7 @@ def _computes(graph: Graph) -> BoolArray:
     has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
     outputs = np.diff(graph.output_offsets)
     passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
-    return (np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on)
+    return np.asarray((np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on), dtype=np.bool_)
 
 
 def _roofline(

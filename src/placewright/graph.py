@@ -530,10 +530,7 @@ def _build(
     edge_src = np.array([index[edge.src] for edge in edges], dtype=np.int32)
     edge_dst = np.array([index[edge.dst] for edge in edges], dtype=np.int32)
     edge_tensor = np.array(
-        [
-            -1 if edge.output is None else offsets[index[edge.src]] + edge.output
-            for edge in edges
-        ],
+        [-1 if edge.output is None else offsets[index[edge.src]] + edge.output for edge in edges],
         dtype=np.int32,
     )
     # Sorted by consumer, so that the inputs of an op stand together; stable, so that the order
@@ -553,9 +550,7 @@ def _build(
         colocation=frozen(_colocation_sets(ops)),
         gradient_of=frozen(_forward_ops(ops, index)),
         measured_seconds={
-            kind: frozen(
-                np.array([op.seconds.get(kind, math.nan) for op in ops], dtype=np.float64)
-            )
+            kind: frozen(np.array([op.seconds.get(kind, math.nan) for op in ops], dtype=np.float64))
             for kind in kinds
         },
         kernels={

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,9 +117,7 @@ Rule = Callable[[Graph, Grouping], Grouping]
 
 def each_op(graph: Graph) -> Grouping:
     """The finest grouping: every op alone. Where the rules start from."""
-    return Grouping(
-        group_of=frozen(np.arange(graph.num_ops, dtype=np.int32)), names=graph.op_names
-    )
+    return Grouping(group_of=frozen(np.arange(graph.num_ops, dtype=np.int32)), names=graph.op_names)
 
 
 def group(graph: Graph, rules: Iterable[Rule]) -> Grouping:
@@ -141,7 +138,12 @@ def default_rules(
     given, about what the paper's models have.
     """
     if scopes:
-        rules: tuple[Rule, ...] = (by_colocation, by_gradient, by_scope(scopes), by_sole_consumer(scopes))
+        rules: tuple[Rule, ...] = (
+            by_colocation,
+            by_gradient,
+            by_scope(scopes),
+            by_sole_consumer(scopes),
+        )
         return rules if target_groups is None else (*rules, by_coarsening(target_groups))
     return (by_colocation, by_gradient, by_coarsening(target_groups or 200))
 
@@ -161,11 +163,31 @@ def by_colocation(graph: Graph, grouping: Grouping) -> Grouping:
 
 def by_gradient(graph: Graph, grouping: Grouping) -> Grouping:
     """Rule 1, second half: a gradient op goes with the op it is the gradient of."""
+    runs_on = _runs_on(graph, grouping)
     sets = DisjointSets(grouping.num_groups)
     of = grouping.group_of
     for op in np.flatnonzero(graph.gradient_of >= 0).tolist():
-        sets.union(int(of[op]), int(of[graph.gradient_of[op]]))
+        gradient, forward = int(of[op]), int(of[graph.gradient_of[op]])
+        if runs_on[gradient] == runs_on[forward]:
+            sets.union(gradient, forward)
     return _merged(grouping, sets)
+
+
+def _runs_on(graph: Graph, grouping: Grouping) -> list[int]:
+    """[G] the device types that can run all ops of a group, as bits.
+
+    No rule but the user's own merges groups that differ here: one op without a GPU kernel would
+    tie everything merged with it to the CPU.
+    """
+    types = sorted(graph.kernels)
+    # The bit above those of the named types stands for all types nobody named.
+    masks = np.zeros(graph.num_ops, dtype=np.int64)
+    for bit, type_ in enumerate(types):
+        masks |= graph.runs_on(type_).astype(np.int64) << bit
+    masks |= (~graph.restricted).astype(np.int64) << len(types)
+    result = np.full(grouping.num_groups, -1, dtype=np.int64)
+    np.bitwise_and.at(result, grouping.group_of, masks)
+    return [int(mask) for mask in result]
 
 
 def by_scope(rules: Sequence[ScopeRule]) -> Rule:
@@ -235,6 +257,7 @@ def _absorb(graph: Graph, grouping: Grouping, kept: set[int]) -> Grouping:
         if src != dst:
             consumers[src].add(dst)
             producers[dst].add(src)
+    runs_on = _runs_on(graph, grouping)
     sets = DisjointSets(grouping.num_groups)
     stack = list(range(grouping.num_groups))
     alive = [True] * grouping.num_groups
@@ -243,6 +266,8 @@ def _absorb(graph: Graph, grouping: Grouping, kept: set[int]) -> Grouping:
         if not alive[g] or g in kept or len(consumers[g]) != 1:
             continue
         (target,) = consumers[g]
+        if runs_on[g] != runs_on[target]:
+            continue
         alive[g] = False
         sets.union(g, target)
         producers[target].discard(g)
@@ -269,7 +294,8 @@ def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
     2019): in each round groups at longest-path levels 2i and 2i + 1 may merge, along an edge or as
     siblings, in such a way that no two merged pairs of the same levels are joined by an edge. Then
     level // 2 never decreases along an edge, and no cycle can close. `imbalance` is how many times
-    the mean cost a group may reach; it is relaxed only when nothing else can be merged.
+    the mean cost a group may reach; it is relaxed only when nothing else can be merged. Groups that
+    run on different types of device are not merged, so more groups than asked for may be left.
 
     Where co-location itself makes the graph of sets cyclic (a variable is read early and updated
     late), the edges that go backwards between the sets of such a cycle are ignored: acyclic means
@@ -283,7 +309,9 @@ def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
         np.add.at(cost, grouping.group_of, _op_weights(graph))
         edges = _group_edges(graph, grouping)
         edges = _without_back_edges(edges, grouping.num_groups)
-        assignment = _coarsen(edges, cost.tolist(), target_groups, imbalance)
+        assignment = _coarsen(
+            edges, cost.tolist(), _runs_on(graph, grouping), target_groups, imbalance
+        )
         sets = DisjointSets(grouping.num_groups)
         first: dict[int, int] = {}
         for g, cluster in enumerate(assignment):
@@ -378,23 +406,29 @@ def _strong_components(edges: Iterable[tuple[int, int]], n: int) -> list[int]:
 
 
 def _coarsen(
-    edges: Mapping[tuple[int, int], float], cost: list[float], target: int, imbalance: float
+    edges: Mapping[tuple[int, int], float],
+    cost: list[float],
+    runs_on: list[int],
+    target: int,
+    imbalance: float,
 ) -> list[int]:
     """[n] number of the cluster each node ends in."""
     n = len(cost)
     assignment = list(range(n))
-    limit = imbalance * sum(cost) / target
+    total = sum(cost)
+    limit = imbalance * total / target
     parity = 0
     idle_rounds = 0
     while len(cost) > target:
         before = len(cost)
-        mapping = _matching_round(edges, cost, limit, parity, before - target)
+        mapping = _matching_round(edges, cost, runs_on, limit, parity, before - target)
         count = max(mapping) + 1
         assignment = [mapping[a] for a in assignment]
         new_cost = [0.0] * count
         for node, to in enumerate(mapping):
             new_cost[to] += cost[node]
         cost = new_cost
+        runs_on = [mask for _, mask in sorted(dict(zip(mapping, runs_on, strict=True)).items())]
         merged: dict[tuple[int, int], float] = {}
         for (s, d), weight in edges.items():
             key = (mapping[s], mapping[d])
@@ -406,6 +440,8 @@ def _coarsen(
         # anything any more, the balance has to give.
         idle_rounds = idle_rounds + 1 if count > 0.97 * before else 0
         if idle_rounds >= 2:
+            if limit > total:
+                break
             limit *= 1.3
             idle_rounds = 0
     return assignment
@@ -414,6 +450,7 @@ def _coarsen(
 def _matching_round(
     edges: Mapping[tuple[int, int], float],
     cost: Sequence[float],
+    runs_on: Sequence[int],
     limit: float,
     parity: int,
     most: int,
@@ -439,7 +476,9 @@ def _matching_round(
 
     # Heavy edges first: a transfer inside a group costs nothing. Ties by number, to be repeatable.
     candidates = sorted(
-        ((-weight, s, d) for (s, d), weight in edges.items() if band[s] == band[d]),
+        (-weight, s, d)
+        for (s, d), weight in edges.items()
+        if band[s] == band[d] and runs_on[s] == runs_on[d]
     )
     for _, s, d in candidates:
         if merged >= most:
@@ -456,9 +495,9 @@ def _matching_round(
     # Siblings: nodes of one level with a neighbour in common, then any of one level. Inside their
     # band they have only outgoing edges or only incoming ones, so no cycle passes through them.
     for key_of in (
-        lambda v: (level[v], max(predecessors[v], default=-1), max(successors[v], default=-1)),
-        lambda v: (level[v], max(predecessors[v], default=-1)),
-        lambda v: (level[v],),
+        lambda v: (max(predecessors[v], default=-1), max(successors[v], default=-1)),
+        lambda v: (max(predecessors[v], default=-1),),
+        lambda v: (),
     ):
         waiting: dict[tuple[int, ...], int] = {}
         for v in range(n):
@@ -466,7 +505,7 @@ def _matching_round(
                 break
             if partner[v] >= 0:
                 continue
-            key = key_of(v)
+            key = (level[v], runs_on[v], *key_of(v))
             other = waiting.get(key, -1)
             if other >= 0 and cost[other] + cost[v] <= limit:
                 match(other, v)
@@ -485,7 +524,9 @@ def _matching_round(
     return mapping
 
 
-def _levels(successors: Sequence[Sequence[int]], predecessors: Sequence[Sequence[int]]) -> list[int]:
+def _levels(
+    successors: Sequence[Sequence[int]], predecessors: Sequence[Sequence[int]]
+) -> list[int]:
     """[n] length of the longest path that ends in each node."""
     waiting = [len(p) for p in predecessors]
     level = [0] * len(waiting)
@@ -551,7 +592,16 @@ def _scope_names(graph: Graph, grouping: Grouping, sets: DisjointSets) -> dict[i
         ops.setdefault(root, []).append(name)
         parts.setdefault(root, set()).add(g)
     return {
-        root: os.path.commonprefix([min(names), max(names)]).rpartition("/")[0] or names[0]
+        root: _common_scope(min(names), max(names)) or names[0]
         for root, names in ops.items()
         if len(parts[root]) > 1
     }
+
+
+def _common_scope(a: str, b: str) -> str:
+    scope = []
+    for part_a, part_b in zip(a.split("/")[:-1], b.split("/")[:-1], strict=False):
+        if part_a != part_b:
+            break
+        scope.append(part_a)
+    return "/".join(scope)

@@ -62,9 +62,7 @@ class Placement:
             "cluster": problem.cluster.name,
             "groups": {
                 group: names[device]
-                for group, device in zip(
-                    problem.grouping.names, self.devices.tolist(), strict=True
-                )
+                for group, device in zip(problem.grouping.names, self.devices.tolist(), strict=True)
             },
         }
         write_json(path, document, PlacementError)

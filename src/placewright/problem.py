@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,8 @@ class Problem:
     grouping: Grouping
     cluster: Cluster
     costs: Costs
+    forbidden: BoolArray = field(default_factory=lambda: frozen(np.zeros((0, 0), dtype=np.bool_)))
+    """[G, D] devices the user does not want a group on; empty for none."""
 
     def __post_init__(self) -> None:
         if len(self.grouping.group_of) != self.graph.num_ops:
@@ -45,6 +47,32 @@ class Problem:
                 f"costs cover {self.costs.op_seconds.shape[1]} ops, the graph has "
                 f"{self.graph.num_ops}"
             )
+        if self.forbidden.size and self.forbidden.shape != (self.num_groups, self.num_devices):
+            raise PlacementError(
+                f"constraints of shape {self.forbidden.shape} for {self.num_groups} groups on "
+                f"{self.num_devices} devices"
+            )
+        nowhere = np.flatnonzero(~self.allowed.any(axis=1))
+        if nowhere.size:
+            raise PlacementError(
+                f"group {self.grouping.names[nowhere[0]]!r} can run on no device of cluster "
+                f"{self.cluster.name!r}: {self._why_nowhere(int(nowhere[0]))}"
+            )
+
+    def _why_nowhere(self, group: int) -> str:
+        reasons = []
+        for d, device in enumerate(self.cluster.devices):
+            ops = self.grouping.members(group)
+            missing = ops[np.isinf(self.op_seconds[d, ops])]
+            if missing.size:
+                op = missing[0]
+                reasons.append(
+                    f"op {self.graph.op_names[op]!r} ({self.graph.op_types[op]}) has no "
+                    f"{device.type} kernel"
+                )
+            else:
+                reasons.append(f"{device.name} is ruled out by a constraint")
+        return "; ".join(dict.fromkeys(reasons))
 
     @property
     def num_groups(self) -> int:
@@ -57,8 +85,9 @@ class Problem:
     @cached_property
     def fingerprint(self) -> str:
         parts = (self.graph, self.grouping, self.cluster, self.costs)
-        text = " ".join(part.fingerprint for part in parts)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode())
+        digest.update(np.ascontiguousarray(self.forbidden).tobytes())
+        return digest.hexdigest()[:16]
 
     @cached_property
     def op_seconds(self) -> FloatArray:
@@ -75,8 +104,9 @@ class Problem:
 
     @cached_property
     def allowed(self) -> BoolArray:
-        """[G, D] whether every op of the group has a kernel for the device."""
-        return frozen(np.isfinite(self.group_seconds.T))
+        """[G, D] where a group may go: its ops have kernels there and the user does not object."""
+        runnable = np.isfinite(self.group_seconds.T)
+        return frozen(runnable & ~self.forbidden if self.forbidden.size else runnable)
 
     @cached_property
     def group_resident_bytes(self) -> IntArray:

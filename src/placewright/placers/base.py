@@ -1,0 +1,54 @@
+"""What every method of finding a placement is, learned or not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from placewright.measurement import Trial
+from placewright.placement import Placement
+from placewright.problem import Problem
+
+
+class Placer(ABC):
+    """Proposes placements and learns from what came of them.
+
+    A placer does not know whether a trial was simulated or measured, nor how many ran at a time.
+    The same seed and the same answers lead to the same proposals.
+    """
+
+    name: str
+    """The method's name in tables, journals and on the command line."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @abstractmethod
+    def ask(self, count: int) -> list[Placement]:
+        """Up to `count` placements to try next; none when there is nothing left to propose."""
+
+    @abstractmethod
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """What came of placements of this problem: those asked for, or those of another placer
+        (an earlier method, or the journal of a run that is resumed)."""
+
+
+class OneShot(Placer):
+    """A method that computes placements without trying any: a plain function, adapted."""
+
+    def __init__(
+        self, name: str, problem: Problem, function: Callable[[Problem], Sequence[Placement]]
+    ) -> None:
+        super().__init__(problem)
+        self.name = name
+        self._function = function
+        self._waiting: list[Placement] | None = None
+
+    def ask(self, count: int) -> list[Placement]:
+        if self._waiting is None:
+            self._waiting = list(dict.fromkeys(self._function(self.problem)))
+        asked, self._waiting = self._waiting[:count], self._waiting[count:]
+        return asked
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        pass
