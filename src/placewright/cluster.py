@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from placewright.discovery import local_document
 from placewright.errors import ClusterError
 from placewright.files import read_text, write_text
 from placewright.graph import FloatArray, IndexArray, frozen
@@ -219,9 +220,7 @@ class Cluster:
         """A YAML file, the name of a preset, or `local` for this machine."""
         name = str(source)
         if name == "local":
-            from placewright.discovery import local_cluster
-
-            return local_cluster()
+            return from_document(local_document(), where=name)
         preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
         if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
             return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)

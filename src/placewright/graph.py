@@ -183,12 +183,16 @@ class Graph:
         return frozen(totals[self.output_offsets[1:]] - totals[self.output_offsets[:-1]])
 
     @cached_property
+    def edge_bytes(self) -> IntArray:
+        """[E] bytes of the tensor an edge carries, 0 for a control edge."""
+        sizes = np.append(self.tensor_bytes, 0)  # -1, of a control edge, picks the 0
+        return frozen(sizes[self.edge_tensor])
+
+    @cached_property
     def input_bytes(self) -> IntArray:
         """[N] bytes of all tensors an op reads."""
-        data = self.edge_tensor >= 0
-        weights = self.tensor_bytes[self.edge_tensor[data]]
         totals = np.zeros(self.num_ops, dtype=np.int64)
-        np.add.at(totals, self.edge_dst[data], weights)
+        np.add.at(totals, self.edge_dst, self.edge_bytes)
         return frozen(totals)
 
     @property

@@ -204,6 +204,35 @@ def by_scope(rules: Sequence[ScopeRule]) -> Rule:
     return apply
 
 
+def by_together(pattern: str) -> Rule:
+    """The user's wish: every group with an op whose name contains `pattern` joins one group."""
+
+    def apply(graph: Graph, grouping: Grouping) -> Grouping:
+        matching = matching_groups(graph, grouping, pattern)
+        sets = DisjointSets(grouping.num_groups)
+        for g in matching:
+            sets.union(matching[0], g)
+        return _merged(grouping, sets, {matching[0]: pattern})
+
+    return apply
+
+
+def matching_groups(graph: Graph, grouping: Grouping, pattern: str) -> list[int]:
+    """The groups with at least one op whose name contains `pattern`; raises when there is none."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise PlacementError(f"{pattern!r} is not a regular expression: {error}") from None
+    found = {
+        g
+        for name, g in zip(graph.op_names, grouping.group_of.tolist(), strict=True)
+        if compiled.search(name)
+    }
+    if not found:
+        raise PlacementError(f"no op of {graph.name!r} has a name that contains {pattern!r}")
+    return sorted(found)
+
+
 def _labels(graph: Graph, grouping: Grouping, rules: Sequence[ScopeRule]) -> dict[int, str]:
     """Group -> the label that the first matching rule gives its first op that has one.
 
@@ -336,12 +365,11 @@ def _group_edges(graph: Graph, grouping: Grouping) -> dict[tuple[int, int], floa
     """(src, dst) -> bytes, between different groups."""
     src = grouping.group_of[graph.edge_src].astype(np.int64)
     dst = grouping.group_of[graph.edge_dst].astype(np.int64)
-    weight = np.where(graph.edge_tensor >= 0, graph.tensor_bytes[graph.edge_tensor], 0)
     outside = src != dst
     key = src[outside] * grouping.num_groups + dst[outside]
     keys, inverse = np.unique(key, return_inverse=True)
     totals = np.zeros(len(keys))
-    np.add.at(totals, inverse, weight[outside])
+    np.add.at(totals, inverse, graph.edge_bytes[outside])
     return {
         divmod(k, grouping.num_groups): total
         for k, total in zip(keys.tolist(), totals.tolist(), strict=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from placewright.cluster import Cluster
-from placewright.costs import Costs
+from placewright.costs import Costs, estimate_costs
 from placewright.errors import CostsError, PlacementError
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
-from placewright.grouping import Grouping
+from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule, frozen
+from placewright.grouping import Grouping, by_together, default_rules, group, matching_groups
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,3 +115,55 @@ class Problem:
         totals = np.zeros(self.num_groups, dtype=np.int64)
         np.add.at(totals, self.grouping.group_of, self.graph.resident_bytes)
         return frozen(totals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What the user insists on. Patterns are regular expressions searched for in op names.
+
+    A group is placed as a whole, so a pin of one of its ops pins the group.
+    """
+
+    pins: tuple[tuple[str, str], ...] = ()
+    """(pattern, device): groups with a matching op go to that device."""
+    forbidden_devices: tuple[str, ...] = ()
+    """Devices nothing is placed on."""
+    together: tuple[str, ...] = ()
+    """Patterns; all groups with a matching op become one."""
+
+
+def make_problem(
+    graph: Graph,
+    cluster: Cluster,
+    *,
+    scopes: Sequence[ScopeRule] = (),
+    target_groups: int | None = None,
+    constraints: Constraints | None = None,
+    tables: Sequence[Costs] = (),
+) -> Problem:
+    """Groups the graph by `scopes`, by its own rules or automatically, and estimates its costs."""
+    constraints = constraints or Constraints()
+    rules = default_rules(tuple(scopes) or graph.group_rules, target_groups)
+    grouping = group(graph, (*rules, *(by_together(pattern) for pattern in constraints.together)))
+    return Problem(
+        graph=graph,
+        grouping=grouping,
+        cluster=cluster,
+        costs=estimate_costs(graph, cluster, tables),
+        forbidden=_forbidden(graph, grouping, cluster, constraints),
+    )
+
+
+def _forbidden(
+    graph: Graph, grouping: Grouping, cluster: Cluster, constraints: Constraints
+) -> BoolArray:
+    if not constraints.pins and not constraints.forbidden_devices:
+        return frozen(np.zeros((0, 0), dtype=np.bool_))
+    forbidden = np.zeros((grouping.num_groups, cluster.num_devices), dtype=np.bool_)
+    for name in constraints.forbidden_devices:
+        forbidden[:, cluster.device_number(name)] = True
+    for pattern, name in constraints.pins:
+        elsewhere = np.arange(cluster.num_devices) != cluster.device_number(name)
+        for g in matching_groups(graph, grouping, pattern):
+            forbidden[g] |= elsewhere
+    return frozen(forbidden)

@@ -1,0 +1,44 @@
+# make demo    sets up what is missing, then shows the main job on a benchmark model
+# make test    sets up what is missing, then runs the whole test suite
+# make lint    ruff, mypy and the import contracts
+# make lock    renews requirements.lock from pyproject.toml (slow; asks the registry for hashes)
+#
+# Everything is installed into .venv, as pinned by requirements.lock; delete .venv to start anew.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format lock clean
+
+demo: $(READY)
+	@$(BIN)/placewright inspect inception_v3
+
+# Workers share the numba cache, so kernels are compiled once. Two workers suit two cores; more
+# would compete with TensorFlow's own threads.
+test: $(READY)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+$(READY): requirements.lock pyproject.toml tools/setup.sh
+	@sh tools/setup.sh $(VENV)
+	@touch $(READY)
+
+lock: $(READY)
+	$(BIN)/pip install pip-tools
+	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+		--extra tensorflow --extra placers --extra nvidia --extra dev \
+		--output-file requirements.lock pyproject.toml
+
+clean:
+	rm -rf $(VENV) demo-output build dist

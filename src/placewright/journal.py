@@ -1,0 +1,140 @@
+"""The record of a search: one JSON line per trial, appended and never changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from placewright._version import VERSION
+from placewright.errors import PlacementError, SearchError
+from placewright.measurement import Measurement, Trial
+from placewright.placement import Placement
+from placewright.problem import Problem
+
+logger = logging.getLogger(__name__)
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+class Journal:
+    """Appends trials to a file. Opening it loads what is there already, in `trials`.
+
+    A kill at any byte loses at most the line being written: a torn last line is dropped on load,
+    with a warning, and overwritten by the next one.
+    """
+
+    def __init__(self, path: str | Path, problem: Problem) -> None:
+        self.path = Path(path)
+        self._problem = problem
+        try:
+            data = self.path.read_bytes() if self.path.is_file() else b""
+            self.trials, good = _parse(data, problem, self.path)
+            # Opened for appending only now: a journal of another problem is left untouched.
+            self._file = self.path.open("ab")
+            if good < len(data):
+                self._file.truncate(good)
+        except OSError as fault:
+            raise SearchError(f"{path}: cannot be opened: {fault.strerror}") from None
+
+    def append(self, trials: Sequence[Trial]) -> None:
+        lines = "".join(json.dumps(_to_json(trial), allow_nan=False) + "\n" for trial in trials)
+        try:
+            self._file.write(lines.encode())
+            self._file.flush()
+        except OSError as fault:
+            raise SearchError(f"{self.path}: cannot be written: {fault.strerror}") from None
+        self.trials += trials
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as fault:  # what could not be flushed before cannot be now
+            raise SearchError(f"{self.path}: cannot be written: {fault.strerror}") from None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except SearchError:
+            logger.debug("closing %s failed after another error", self.path)
+
+
+def read_trials(path: str | Path, problem: Problem) -> list[Trial]:
+    """The trials of a journal, without opening it for writing."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as fault:
+        raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
+    return _parse(data, problem, Path(path))[0]
+
+
+def _parse(data: bytes, problem: Problem, path: Path) -> tuple[list[Trial], int]:
+    """The trials, and how many bytes of the file are whole lines."""
+    trials = []
+    good = 0
+    lines = data.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        whole = line.endswith(b"\n")
+        try:
+            record = json.loads(line) if whole else None
+        except ValueError:
+            record = None
+        if record is None:
+            if number == len(lines):
+                logger.warning("%s: dropped its last line, which is torn", path)
+                break
+            raise SearchError(f"{path}: line {number} is not JSON; was the file edited?")
+        try:
+            trials.append(_from_json(record, problem))
+        except (PlacementError, KeyError, TypeError, ValueError) as fault:
+            raise SearchError(f"{path}: line {number}: {fault}") from None
+        good += len(line)
+    return trials, good
+
+
+def _to_json(trial: Trial) -> dict[str, Any]:
+    devices = trial.placement.devices.tolist()
+    # One character a group keeps 100,000 trials of 300 groups at 40 MB.
+    short = max(devices, default=0) < len(_DIGITS)
+    return {
+        "placement": "".join(_DIGITS[d] for d in devices) if short else devices,
+        "measurement": trial.measurement.to_json(),
+        "placer": trial.placer,
+        "seed": trial.seed,
+        "at_seconds": trial.at_seconds,
+        "problem": trial.placement.problem,
+        "version": VERSION,
+    }
+
+
+def _from_json(record: Any, problem: Problem) -> Trial:
+    fingerprint = record["problem"]
+    if fingerprint != problem.fingerprint:
+        raise PlacementError(
+            f"a trial of problem {fingerprint}, this one is {problem.fingerprint}; "
+            "another model, cluster, grouping or version of the costs?"
+        )
+    devices = record["placement"]
+    if isinstance(devices, str):
+        devices = [_DIGITS.index(digit) for digit in devices]
+    return Trial(
+        placement=Placement.of(problem, devices),
+        measurement=Measurement.from_json(record["measurement"]),
+        placer=str(record["placer"]),
+        seed=int(record["seed"]),
+        at_seconds=float(record["at_seconds"]),
+    )

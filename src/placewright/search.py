@@ -1,0 +1,192 @@
+"""The loop: ask a placer, evaluate, tell it what came of it, until the budget is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from placewright.errors import PlacementError, SearchError
+from placewright.evaluators.base import Evaluator
+from placewright.journal import Journal
+from placewright.measurement import Measurement, Trial
+from placewright.placement import Placement
+from placewright.placers.base import Placer
+
+BATCH = 64
+"""Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
+
+_MOST_IDLE_BATCHES = 100
+"""After so many batches of placements that were all tried before, a placer is done: on a small
+problem a random one would otherwise never use up a budget of trials."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """When to stop: after some time, after some trials, or whichever comes first."""
+
+    seconds: float | None = None
+    trials: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is None and self.trials is None:
+            raise SearchError("a search needs a budget: seconds, trials or both")
+        if self.seconds is not None and not self.seconds > 0:
+            raise SearchError(f"a budget of {self.seconds:g} seconds leaves no time to search")
+        if self.trials is not None and self.trials < 1:
+            raise SearchError(f"a budget of {self.trials} trials leaves nothing to try")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """What one method found."""
+
+    method: str
+    best: Trial | None
+    """Its fastest trial, or a failed one when none ran; None when it proposed nothing."""
+    trials: int
+    seconds: float
+    """Time it took, finding and evaluating placements together."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a search stands; given to the observer after every batch."""
+
+    budget: Budget
+    started: float
+    trials: int = 0
+    placer: str = ""
+    best: Trial | None = None
+    best_of: dict[str, Trial] = field(default_factory=dict)
+    trials_of: dict[str, int] = field(default_factory=dict)
+    seconds_of: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def results(self) -> list[MethodResult]:
+        return [
+            MethodResult(
+                method=name,
+                best=self.best_of.get(name),
+                trials=self.trials_of[name],
+                seconds=self.seconds_of[name],
+            )
+            for name in self.trials_of
+        ]
+
+    def count(self, trial: Trial) -> None:
+        self.trials += 1
+        self.trials_of[trial.placer] = self.trials_of.get(trial.placer, 0) + 1
+        self.seconds_of.setdefault(trial.placer, 0.0)
+        self.best = better(self.best, trial)
+        self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
+
+
+def better(a: Trial | None, b: Trial) -> Trial:
+    """The faster trial; of equals, and of two that failed, the earlier one."""
+    return b if a is None or b.measurement.mean_seconds < a.measurement.mean_seconds else a
+
+
+def search(
+    placers: Sequence[Placer],
+    evaluator: Evaluator,
+    budget: Budget,
+    *,
+    journal: Journal | None = None,
+    seed: int = 0,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Runs the placers one after another, each until it has nothing left to propose.
+
+    What earlier placers (or, on resuming, the journal) tried is told to the later ones, and a
+    placement is never evaluated twice. The trial budget counts the journal's trials, so that a
+    resumed run ends where the whole run would have.
+    """
+    known: dict[Placement, Measurement] = {}
+    told: list[Trial] = []
+    progress = Progress(budget=budget, started=time.monotonic())
+    earlier_seconds = 0.0
+    for trial in journal.trials if journal is not None else ():
+        progress.count(trial)
+        known[trial.placement] = trial.measurement
+        told.append(trial)
+        earlier_seconds = max(earlier_seconds, trial.at_seconds)
+
+    def out_of_budget() -> bool:
+        spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
+        return spent or (budget.trials is not None and progress.trials >= budget.trials) or stop()
+
+    for number, placer in enumerate(placers):
+        if out_of_budget():
+            break
+        # Endless placers share what is left; the others end by themselves.
+        sharers = sum(other.endless for other in placers[number:]) if placer.endless else 1
+        until_seconds = until_trials = math.inf
+        if budget.seconds is not None:
+            elapsed = progress.elapsed_seconds
+            until_seconds = elapsed + (budget.seconds - elapsed) / sharers
+        if budget.trials is not None:
+            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
+        idle_batches = 0
+        progress.placer = placer.name
+        progress.trials_of.setdefault(placer.name, 0)
+        progress.seconds_of.setdefault(placer.name, 0.0)
+        if told:
+            placer.tell(told)
+        while not (
+            stop()
+            or progress.elapsed_seconds >= until_seconds
+            or progress.trials >= until_trials
+            or idle_batches >= _MOST_IDLE_BATCHES
+        ):
+            batch_started = time.monotonic()
+            asked = placer.ask(int(min(BATCH, until_trials - progress.trials)))
+            if not asked:
+                progress.seconds_of[placer.name] += time.monotonic() - batch_started
+                break
+            for placement in asked:
+                placement.check(evaluator.problem)
+            new = [p for p in dict.fromkeys(asked) if p not in known]
+            idle_batches = 0 if new else idle_batches + 1
+            measurements = evaluator.evaluate(new)
+            if len(measurements) != len(new):
+                raise PlacementError("the evaluator gave fewer measurements than placements")
+            at_seconds = earlier_seconds + progress.elapsed_seconds
+            trials = [
+                Trial(
+                    placement=placement,
+                    measurement=measurement,
+                    placer=placer.name,
+                    seed=seed,
+                    at_seconds=at_seconds,
+                )
+                for placement, measurement in zip(new, measurements, strict=True)
+            ]
+            known.update(zip(new, measurements, strict=True))
+            if journal is not None and trials:
+                journal.append(trials)
+            for trial in trials:
+                progress.count(trial)
+            told += trials
+            # What it asked for but others had tried is told as its own: that is what it proposed.
+            answers = [
+                Trial(
+                    placement=placement,
+                    measurement=known[placement],
+                    placer=placer.name,
+                    seed=seed,
+                    at_seconds=at_seconds,
+                )
+                for placement in asked
+            ]
+            for answer in answers:
+                progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
+            placer.tell(answers)
+            progress.seconds_of[placer.name] += time.monotonic() - batch_started
+            observe(progress)
+    return progress

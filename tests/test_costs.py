@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import graphs
+
+from placewright.cluster import Cluster, Device, DeviceKind, Link
+from placewright.costs import Costs, Source, estimate_costs
+from placewright.errors import CostsError
+from placewright.graph import Edge, Graph, Op, Tensor
+
+MB = 1_000_000
+
+GPU = DeviceKind(
+    name="g",
+    type="gpu",
+    peak_flops=1e12,
+    memory_bandwidth=1e11,
+    memory_bytes=10**9,
+    dispatch_seconds=1e-6,
+    launch_seconds=2e-6,
+    efficiency={"conv": 0.5, "matmul": 0.25, "memory": 0.5, "tiny": 0.1},
+)
+CPU = DeviceKind(name="c", type="cpu", peak_flops=1e10, memory_bandwidth=1e10, memory_bytes=10**9)
+CLUSTER = Cluster(
+    name="two",
+    devices=(
+        Device(name="gpu:0", kind=GPU, memory_bytes=10**9),
+        Device(name="cpu:0", kind=CPU, memory_bytes=10**9),
+    ),
+    links=(Link(name="l", latency_seconds=1e-5, bandwidth=1e9, pairs=(("gpu:0", "cpu:0"),)),),
+)
+
+
+def model() -> Graph:
+    tensor = Tensor(MB)
+    ops = [
+        Op(name="handle", type="VarHandleOp", outputs=(Tensor(8),), param_bytes=MB),
+        Op(name="read", type="ReadVariableOp", outputs=(tensor._replace(shares=("handle", 0)),)),
+        Op(name="conv", type="Conv2D", outputs=(tensor,), flops=1e9),
+        Op(name="product", type="MatMul", outputs=(tensor,), flops=1e9),
+        Op(name="relu", type="Relu", outputs=(tensor,), flops=2.5e5),
+        Op(name="small", type="Add", outputs=(Tensor(100),), flops=25.0, seconds={"gpu": 3e-6}),
+        Op(name="update", type="ResourceApplyAdam", flops=1e6),
+        Op(name="text", type="StringJoin", outputs=(Tensor(16),), kernels=("cpu",)),
+    ]
+    edges = [
+        Edge("handle", "read"),
+        Edge("read", "conv"),
+        Edge("conv", "product"),
+        Edge("product", "relu"),
+        Edge("relu", "small"),
+        Edge("handle", "update"),
+        Edge("relu", "update"),
+        Edge("small", "text"),
+    ]
+    return Graph.from_ops("m", ops, edges)
+
+
+def test_the_roofline_by_hand() -> None:
+    graph = model()
+    costs = estimate_costs(graph, CLUSTER)
+    seconds = dict(zip(graph.op_names, costs.op_seconds[0].tolist(), strict=True))
+    assert seconds["handle"] == pytest.approx(1e-6)  # nothing to compute: dispatch only
+    assert seconds["read"] == pytest.approx(1e-6)
+    assert seconds["conv"] == pytest.approx(3e-6 + 1e9 / (1e12 * 0.5))
+    assert seconds["product"] == pytest.approx(3e-6 + 1e9 / (1e12 * 0.25))
+    assert seconds["relu"] == pytest.approx(3e-6 + 2 * MB / (1e11 * 0.5))  # bytes, not FLOPs
+    assert seconds["small"] == pytest.approx(3e-6)  # as the graph says it was measured
+    # The gradient, and the variable read and written; the handle itself is eight bytes.
+    assert seconds["update"] == pytest.approx(3e-6 + (MB + 8 + 2 * MB) / (1e11 * 0.5))
+    assert seconds["text"] == math.inf
+
+
+def test_every_number_says_where_it_came_from() -> None:
+    costs = estimate_costs(model(), CLUSTER)
+    assert costs.counts() == {
+        "g": {Source.NO_KERNEL: 1, Source.ROOFLINE: 6, Source.GRAPH: 1, Source.TABLE: 0},
+        "c": {Source.NO_KERNEL: 0, Source.ROOFLINE: 8, Source.GRAPH: 0, Source.TABLE: 0},
+    }
+
+
+def test_tables_win_over_the_graph_and_only_measured_numbers_count() -> None:
+    graph = model()
+    base = estimate_costs(graph, CLUSTER)
+    seconds, source = np.array(base.op_seconds), np.array(base.source)
+    seconds[:] = np.where(source == Source.NO_KERNEL, np.inf, 7.0)
+    source[0, graph.op_index["conv"]] = Source.TABLE
+    source[0, graph.op_index["small"]] = Source.TABLE
+    table = Costs(kinds=base.kinds, op_seconds=seconds, source=source)
+    merged = estimate_costs(graph, CLUSTER, [table])
+    assert merged.op_seconds[0, graph.op_index["conv"]] == 7.0
+    assert merged.op_seconds[0, graph.op_index["small"]] == 7.0
+    assert merged.op_seconds[0, graph.op_index["relu"]] == base.op_seconds[0, 4]
+    assert merged.counts()["g"][Source.TABLE] == 2
+
+
+def test_the_kind_goes_before_the_type() -> None:
+    ops = [Op(name="a", type="t", seconds={"gpu": 1.0, "g": 2.0})]
+    assert estimate_costs(Graph.from_ops("x", ops, []), CLUSTER).op_seconds[0].tolist() == [2.0]
+
+
+@given(graphs())
+def test_round_trip_is_exact(graph: Graph) -> None:
+    costs = estimate_costs(graph, CLUSTER)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "costs.json"
+        costs.save(path, graph)
+        assert Costs.load(path, graph) == costs
+
+
+def test_costs_of_another_graph_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    estimate_costs(model(), CLUSTER).save(path, model())
+    other = Graph.from_ops("o", [Op(name="a", type="t")], [])
+    with pytest.raises(CostsError, match="made for another graph"):
+        Costs.load(path, other)
+    path.write_text(path.read_text().replace('"roofline"', '"guess"', 1))
+    with pytest.raises(CostsError, match="malformed costs"):
+        Costs.load(path, model())
+
+
+def test_nan_and_negative_costs_are_refused() -> None:
+    for value in (math.nan, -1.0):
+        with pytest.raises(CostsError, match="not negative"):
+            Costs(
+                kinds=("g",),
+                op_seconds=np.array([[value]]),
+                source=np.array([[Source.TABLE]], dtype=np.uint8),
+            )

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placewright.cluster import Cluster
+from placewright.errors import ClusterError, CostsError, PlacementError
+from placewright.graph import Edge, Graph, Op, Tensor
+from placewright.grouping import each_op
+from placewright.measurement import Measurement, Outcome
+from placewright.placement import Placement
+from placewright.problem import Constraints, Problem, make_problem
+
+
+def model(n: int = 4, cpu_only: str = "") -> Graph:
+    ops = [
+        Op(
+            name=f"op{i}",
+            type="t",
+            outputs=(Tensor(8),),
+            flops=1e9,
+            kernels=("cpu",) if f"op{i}" == cpu_only else None,
+        )
+        for i in range(n)
+    ]
+    return Graph.from_ops("m", ops, [Edge(f"op{i}", f"op{i + 1}") for i in range(n - 1)])
+
+
+def problem(**options: object) -> Problem:
+    graph = model()
+    made = make_problem(graph, Cluster.load("k80x2"), **options)  # type: ignore[arg-type]
+    return Problem(
+        graph=graph,
+        grouping=each_op(graph),
+        cluster=made.cluster,
+        costs=made.costs,
+    )
+
+
+def test_the_fingerprint_covers_all_parts() -> None:
+    graph = model()
+    cluster = Cluster.load("k80x2")
+    seen = {
+        make_problem(graph, cluster).fingerprint,
+        make_problem(model(5), cluster).fingerprint,
+        make_problem(graph, Cluster.load("k80x4")).fingerprint,
+        make_problem(graph, cluster, target_groups=1).fingerprint,
+        make_problem(
+            graph, cluster, constraints=Constraints(forbidden_devices=("gpu:1",))
+        ).fingerprint,
+    }
+    assert len(seen) == 5
+    assert make_problem(model(), Cluster.load("k80x2")).fingerprint in seen
+
+
+def test_parts_of_different_problems_are_refused() -> None:
+    made = make_problem(model(), Cluster.load("k80x2"))
+    with pytest.raises(PlacementError, match="grouping covers 4 ops, the graph has 5"):
+        Problem(graph=model(5), grouping=made.grouping, cluster=made.cluster, costs=made.costs)
+    with pytest.raises(CostsError, match=r"costs are for .*haswell.*cluster 'cpu2' has cpu-core"):
+        Problem(
+            graph=model(),
+            grouping=made.grouping,
+            cluster=Cluster.load("cpu2"),
+            costs=made.costs,
+        )
+
+
+def test_constraints_become_what_is_allowed() -> None:
+    constraints = Constraints(pins=(("op0", "cpu:0"),), forbidden_devices=("gpu:1",))
+    made = make_problem(model(), Cluster.load("k80x2"), constraints=constraints)
+    assert made.grouping.names == ("op0", "op1", "op2", "op3")
+    assert made.allowed.tolist() == [[True, False, False]] + [[True, True, False]] * 3
+
+
+def test_together_makes_one_group() -> None:
+    constraints = Constraints(together=("op[03]",))
+    made = make_problem(model(), Cluster.load("k80x2"), constraints=constraints)
+    assert made.grouping.group_of.tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (Constraints(pins=(("zz", "cpu:0"),)), "no op of 'm' has a name that contains 'zz'"),
+        (Constraints(pins=(("(", "cpu:0"),)), "'(' is not a regular expression"),
+        (Constraints(pins=(("op", "gpu:7"),)), "has no device 'gpu:7'"),
+        (Constraints(forbidden_devices=("tpu",)), "has no device 'tpu'"),
+        (
+            Constraints(pins=(("op2", "gpu:0"),)),
+            "group 'op2' can run on no device of cluster 'k80x2': cpu:0 is ruled out by a "
+            "constraint; op 'op2' (t) has no gpu kernel",
+        ),
+    ],
+)
+def test_impossible_constraints(constraints: Constraints, message: str) -> None:
+    with pytest.raises((PlacementError, ClusterError), match=re.escape(message)):
+        make_problem(model(cpu_only="op2"), Cluster.load("k80x2"), constraints=constraints)
+
+
+def test_group_costs_are_sums() -> None:
+    made = problem()
+    assert made.group_seconds.shape == (3, 4)
+    np.testing.assert_allclose(made.group_seconds, made.op_seconds)
+    assert make_problem(model(), made.cluster, target_groups=1).group_seconds[
+        1
+    ].tolist() == pytest.approx([made.op_seconds[1].sum()])
+
+
+def test_placements_round_trip(tmp_path: Path) -> None:
+    made = problem()
+    placement = Placement.of(made, [0, 1, 2, 1])
+    placement.save(tmp_path / "p.json", made)
+    assert Placement.load(tmp_path / "p.json", made) == placement
+    assert hash(Placement.of(made, np.array([0, 1, 2, 1]))) == hash(placement)
+
+
+def test_placements_for_another_problem_are_refused(tmp_path: Path) -> None:
+    made = problem()
+    path = tmp_path / "p.json"
+    Placement.of(made, [0, 2, 2, 0]).save(path, made)
+    with pytest.raises(PlacementError, match="covers 4 groups, the problem has 1; was it made"):
+        Placement.load(path, make_problem(model(), made.cluster, target_groups=1))
+    with pytest.raises(PlacementError, match=r"on 'gpu:1', which cluster 'local' does not have"):
+        Placement.load(path, make_problem(model(), Cluster.load("local")))
+    with pytest.raises(PlacementError, match="covers 2 groups, the problem has 4"):
+        Placement.of(made, [0, 1])
+    with pytest.raises(PlacementError, match="uses device number 3, cluster 'k80x2' has 3 dev"):
+        Placement.of(made, [0, 1, 2, 3])
+    with pytest.raises(PlacementError, match="was made for problem"):
+        Placement.of(made, [0] * 4).check(make_problem(model(), Cluster.load("k80x4")))
+    path.write_text("{}")
+    with pytest.raises(PlacementError, match="not a placement file"):
+        Placement.load(path, made)
+
+
+def test_failures_carry_no_time() -> None:
+    with pytest.raises(PlacementError, match="exactly those that ran have times"):
+        Measurement(outcome=Outcome.FAILED, step_seconds=(1.0,))
+    with pytest.raises(PlacementError, match="exactly those that ran have times"):
+        Measurement(outcome=Outcome.OK)
+    with pytest.raises(PlacementError, match="cannot take nan seconds"):
+        Measurement(outcome=Outcome.OK, step_seconds=(float("nan"),))
+
+
+def test_measurements_round_trip() -> None:
+    for measurement in (
+        Measurement(outcome=Outcome.OK, step_seconds=(0.1, 0.3), peak_bytes=(1, 2)),
+        Measurement(outcome=Outcome.OUT_OF_MEMORY, peak_bytes=(9,), reason="gpu:0 is full"),
+    ):
+        assert Measurement.from_json(measurement.to_json()) == measurement
+    assert Measurement(outcome=Outcome.OK, step_seconds=(0.1, 0.3)).mean_seconds == 0.2

@@ -1,0 +1,39 @@
+#!/bin/sh
+# Makes a virtual environment at $1 with everything requirements.lock pins, without root.
+set -eu
+venv=$1
+
+python=
+for candidate in "${PYTHON:-}" python3 python3.12 python3.11; do
+    [ -n "$candidate" ] || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+        2>/dev/null; then
+        python=$candidate
+        break
+    fi
+done
+if [ -z "$python" ]; then
+    echo "setup: Python 3.11 or 3.12 is needed; none found (set PYTHON=/path/to/python3.11)" >&2
+    exit 2
+fi
+
+if [ ! -x "$venv/bin/python" ]; then
+    # Debian ships Python without ensurepip; virtualenv brings its own pip.
+    if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
+        rm -rf "$venv"
+        if ! "$python" -m virtualenv -q "$venv" 2>/dev/null; then
+            rm -rf "$venv"
+            echo "setup: $python can make no virtual environment: on Debian its 'venv' is the" \
+                "package python3-venv; without root, ask for it or install virtualenv" >&2
+            exit 2
+        fi
+    fi
+fi
+
+echo "setup: installing what requirements.lock pins into $venv (a few minutes the first time)"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --require-hashes -r requirements.lock
+# The project itself, editable; its build tools are pinned with the rest.
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --no-deps --no-build-isolation --editable .
+echo "setup: done"
