@@ -145,7 +145,11 @@ def default_rules(
             by_sole_consumer(scopes),
         )
         return rules if target_groups is None else (*rules, by_coarsening(target_groups))
-    return (by_colocation, by_gradient, by_coarsening(target_groups or 200))
+    return (
+        by_colocation,
+        by_gradient,
+        by_coarsening(200 if target_groups is None else target_groups),
+    )
 
 
 # --- the rules of the paper ----------------------------------------------------------------------

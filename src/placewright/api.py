@@ -1,0 +1,239 @@
+"""The main job as two calls: `place` searches and gives a `Result`, which can be saved."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from placewright import placers
+from placewright._version import VERSION
+from placewright.cluster import Cluster
+from placewright.errors import SearchError
+from placewright.evaluators.base import Evaluator
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.files import write_json
+from placewright.graph import Graph
+from placewright.journal import Journal
+from placewright.measurement import Trial
+from placewright.placement import Placement
+from placewright.placers.base import Placer
+from placewright.placers.exact import Exact
+from placewright.problem import Problem, make_problem
+from placewright.search import Budget, MethodResult, Progress, better, search
+from placewright.simulator import Simulator, lower_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search found, and how it compares."""
+
+    problem: Problem
+    best: Trial | None
+    """The fastest placement that ran; None when none did."""
+    methods: tuple[MethodResult, ...]
+    """In the order they ran."""
+    lower_bound_seconds: float
+    """No placement can be faster than this."""
+    seconds: float
+    """How long the search took."""
+    seed: int
+    interrupted: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        if self.best is None:
+            raise SearchError(self.why_none())
+        return self.best.placement
+
+    @property
+    def step_seconds(self) -> float:
+        if self.best is None:
+            raise SearchError(self.why_none())
+        return self.best.measurement.mean_seconds
+
+    @property
+    def trials(self) -> int:
+        return sum(result.trials for result in self.methods)
+
+    @property
+    def best_single(self) -> Trial | None:
+        """The fastest placement with everything on one device, where that was tried and ran."""
+        for result in self.methods:
+            if result.method == "single" and result.best is not None and result.best.measurement.ok:
+                return result.best
+        return None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over the best single device."""
+        single = self.best_single
+        return single.measurement.mean_seconds / self.step_seconds if single and self.best else None
+
+    @property
+    def gap(self) -> float:
+        """By what share the answer could still be improved at most: 0.2 for 20%."""
+        return 1.0 - self.lower_bound_seconds / self.step_seconds
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each method, as in `summary.json` and `placewright compare --json`."""
+        return [row(result) for result in self.methods]
+
+    def why_none(self) -> str:
+        failed = next((r.best for r in self.methods if r.best is not None), None)
+        example = f"; for example: {failed.measurement.reason}" if failed else ""
+        return f"none of the {self.trials} placements tried ran{example}"
+
+    def placement_by_op(self) -> dict[str, str]:
+        """Op name -> device name of the best placement."""
+        names = self.problem.cluster.device_names
+        devices = self.placement.devices[self.problem.grouping.group_of].tolist()
+        return {
+            op: names[device]
+            for op, device in zip(self.problem.graph.op_names, devices, strict=True)
+        }
+
+    def summary(self, command: str = "") -> dict[str, Any]:
+        best = self.best.measurement if self.best else None
+        return {
+            "model": self.problem.graph.name,
+            "cluster": self.problem.cluster.name,
+            "devices": list(self.problem.cluster.device_names),
+            "memory_bytes": [d.memory_bytes for d in self.problem.cluster.devices],
+            "problem": self.problem.fingerprint,
+            "version": VERSION,
+            "command": command,
+            "seed": self.seed,
+            "interrupted": self.interrupted,
+            "outcome": best.outcome.value if best else "no placement ran",
+            "method": self.best.placer if self.best else None,
+            "step_seconds": best.mean_seconds if best else None,
+            "peak_bytes": list(best.peak_bytes) if best else None,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "speed_up_over_single": self.speed_up,
+            "trials": self.trials,
+            "search_seconds": self.seconds,
+            "methods": self.table,
+        }
+
+    def save(self, directory: str | Path, command: str = "") -> None:
+        """Writes `placement.json`, `trace.json` and `summary.json` (the journal is there already
+        when the search was given the directory)."""
+        folder = Path(directory)
+        _make_directory(folder)
+        if self.best is not None:
+            self.best.placement.save(folder / "placement.json", self.problem)
+            timeline = Simulator(self.problem).timeline(self.best.placement)
+            write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
+        write_json(folder / "summary.json", self.summary(command), SearchError)
+
+
+def row(result: MethodResult) -> dict[str, Any]:
+    measurement = result.best.measurement if result.best else None
+    ok = measurement is not None and measurement.ok
+    return {
+        "method": result.method,
+        "step_seconds": measurement.mean_seconds if measurement and ok else None,
+        "outcome": measurement.outcome.value if measurement else "nothing proposed",
+        "peak_bytes": list(measurement.peak_bytes) if measurement else None,
+        "reason": measurement.reason if measurement else "",
+        "trials": result.trials,
+        "search_seconds": result.seconds,
+    }
+
+
+def place(
+    graph: Graph,
+    cluster: Cluster | str = "local",
+    *,
+    method: str = "auto",
+    budget: float | None = None,
+    trials: int | None = None,
+    seed: int = 0,
+    directory: str | Path | None = None,
+) -> Result:
+    """Searches for a fast placement of a graph on a cluster.
+
+    `budget` is in seconds (60 when neither it nor `trials` is given). With a `directory` every
+    trial is recorded there, and the result saved; a directory that holds an unfinished run of the
+    same problem is continued.
+    """
+    cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+    problem = make_problem(graph, cluster)
+    if budget is None and trials is None:
+        budget = 60.0
+    result = run(
+        problem,
+        placers.parse(method),
+        Budget(seconds=budget, trials=trials),
+        seed=seed,
+        directory=directory,
+    )
+    if directory is not None:
+        result.save(directory)
+    return result
+
+
+def run(
+    problem: Problem,
+    methods: Sequence[str],
+    budget: Budget,
+    *,
+    seed: int = 0,
+    directory: str | Path | None = None,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Runs the methods one after another and gathers what they found."""
+    started = time.monotonic()
+    bounds = lower_bounds(problem)
+    if bounds.forced_out_of_memory is not None:
+        raise SearchError(bounds.forced_out_of_memory)
+    evaluator: Evaluator = SimulatedEvaluator(problem)
+    chosen = placers.make(methods, problem, seed)
+    journal = None
+    if directory is not None:
+        _make_directory(Path(directory))
+        journal = Journal(Path(directory) / "journal.jsonl", problem)
+    try:
+        progress = search(
+            chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop
+        )
+    finally:
+        if journal is not None:
+            journal.close()
+    best = None
+    for result in progress.results():
+        if result.best is not None and result.best.measurement.ok:
+            best = better(best, result.best)
+    return Result(
+        problem=problem,
+        best=best,
+        methods=tuple(progress.results()),
+        lower_bound_seconds=_best_bound(bounds.best, chosen, best),
+        seconds=time.monotonic() - started,
+        seed=seed,
+        interrupted=stop(),
+    )
+
+
+def _best_bound(bound: float, chosen: Sequence[Placer], best: Trial | None) -> float:
+    """What the exact placer proved may be better than the general bounds."""
+    for placer in chosen:
+        if isinstance(placer, Exact) and placer.lower_bound_seconds is not None:
+            bound = max(bound, placer.lower_bound_seconds)
+    # Proofs and simulation round differently in the last digits.
+    return bound if best is None else min(bound, best.measurement.mean_seconds)
+
+
+def _make_directory(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise SearchError(f"{folder}: cannot be made a directory: {fault.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise SearchError(f"{folder}: is not writable")

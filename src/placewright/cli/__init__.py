@@ -1,0 +1,83 @@
+"""The command `placewright`. One file per command; this one puts them together."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+import typer
+from rich.logging import RichHandler
+
+from placewright._version import VERSION
+from placewright.cli import inspect, place, simulate
+from placewright.cli.common import errors
+from placewright.errors import PlacewrightError
+
+app = typer.Typer(
+    name="placewright",
+    help="Finds which device each operation of a machine-learning graph should run on.",
+    epilog="Every command takes --debug, which shows the whole traceback of an error. "
+    "Exit codes: 0 done, 1 no placement fits, 2 bad input, 130 stopped by Ctrl-C.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+inspect.add_to(app)
+simulate.add_to(app)
+place.add_to(app)
+
+
+# Newer versions of typer carry a click of their own, older ones use the package; this is the class
+# of a wrong command line in either.
+_ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"placewright {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and ends the process with its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    handler = RichHandler(console=errors, show_time=False, show_path=False, markup=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    try:
+        code = app(arguments, standalone_mode=False)
+    except PlacewrightError as error:
+        code = _complain(str(error), debug)
+    except _ClickException as error:
+        code = _complain(error.format_message(), debug)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output (`head`, say) has had enough; that is no error of ours. Python
+        # would complain once more when it flushes at exit.
+        sys.stderr.close()
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    # One line, whatever the libraries below put into their messages, and no terminal codes.
+    line = " ".join(message.split())
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    errors.print(f"placewright: {line}", markup=False, soft_wrap=True)
+    return 2

@@ -1,0 +1,206 @@
+"""What the commands share: options, loading, formatting, the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any
+
+import typer
+from rich import markup
+from rich.console import Console
+
+from placewright.cluster import Cluster
+from placewright.costs import Costs
+from placewright.errors import PlacewrightError
+from placewright.graph import Graph, ScopeRule
+from placewright.problem import Constraints, Problem, make_problem
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A graph file (.json, .pb, .pbtxt, .meta), a SavedModel directory, or a benchmark "
+        "model: rnnlm, nmt, inception_v3.",
+        show_default=False,
+    ),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        "-c",
+        metavar="CLUSTER",
+        help="A cluster file (.yaml), a preset (k80x2, k80x4, a100x4, h100x8, cpu2) or 'local'.",
+    ),
+]
+ScaleOption = Annotated[
+    str, typer.Option(help="Size of a benchmark model: 'paper', or 'small' for quick trials.")
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Batch size: binds the unknown first dimension of the inputs."),
+]
+DimOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dim", metavar="INPUT=N", help="Binds an unknown dimension of an input; see the error."
+    ),
+]
+SignatureOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which signature of a SavedModel to read.")
+]
+FetchOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fetch",
+        metavar="OP",
+        help="Keep only what this op needs, such as the train op; repeatable.",
+    ),
+]
+GroupByOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--group-by",
+        metavar="REGEX=LABEL",
+        help=r"Ops whose name contains REGEX form the group LABEL, which may use \1; repeatable.",
+    ),
+]
+GroupsOption = Annotated[
+    int | None,
+    typer.Option("--groups", metavar="N", help="Merge down to at most about N groups."),
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin", metavar="REGEX=DEVICE", help="Groups with a matching op go there; repeatable."
+    ),
+]
+ForbidOption = Annotated[
+    list[str] | None,
+    typer.Option("--forbid", metavar="DEVICE", help="Place nothing on this device; repeatable."),
+]
+TogetherOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--together", metavar="REGEX", help="Groups with a matching op become one; repeatable."
+    ),
+]
+CostsOption = Annotated[
+    list[str] | None,
+    typer.Option("--costs", metavar="FILE", help="A costs file with measured times; repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class UsageError(PlacewrightError):
+    """An option whose text does not have the form it should have."""
+
+
+def load_graph(
+    model: str,
+    scale: str,
+    batch: int | None,
+    dim: list[str] | None,
+    signature: str | None,
+    fetch: list[str] | None,
+) -> Graph:
+    from placewright.frontends import load
+
+    dims = {}
+    for text in dim or []:
+        name, value = _split(text, "--dim", "INPUT=N")
+        if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
+            raise UsageError(f"--dim {text}: {value!r} is not a positive whole number")
+        dims[name] = int(value)
+    with errors.status(f"reading {escaped(model)} ..."):
+        return load(
+            model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
+        )
+
+
+def load_problem(
+    graph: Graph,
+    cluster: str,
+    *,
+    group_by: list[str] | None = None,
+    groups: int | None = None,
+    pin: list[str] | None = None,
+    forbid: list[str] | None = None,
+    together: list[str] | None = None,
+    costs: list[str] | None = None,
+) -> Problem:
+    return make_problem(
+        graph,
+        Cluster.load(cluster),
+        scopes=scope_rules(group_by),
+        target_groups=groups,
+        constraints=Constraints(
+            pins=tuple(_split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
+            forbidden_devices=tuple(forbid or ()),
+            together=tuple(together or ()),
+        ),
+        tables=[Costs.load(path, graph) for path in costs or []],
+    )
+
+
+def scope_rules(group_by: list[str] | None) -> tuple[ScopeRule, ...]:
+    return tuple(ScopeRule(*_split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
+
+
+def _split(text: str, option: str, form: str) -> tuple[str, str]:
+    # At the last '=', because a regular expression may hold one and a device or label does not.
+    left, equals, right = text.rpartition("=")
+    if not (equals and left and right):
+        raise UsageError(f"{option} {text}: expected {form}")
+    return left, right
+
+
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?")
+_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+
+def parse_duration(text: str, option: str = "--budget") -> float:
+    """Seconds of `90`, `90s`, `5m` or `1h`."""
+    match = _DURATION.fullmatch(text.strip())
+    if not match:
+        raise UsageError(f"{option} {text}: expected a time such as 90s, 5m or 1h")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def print_json(document: Any) -> None:
+    """Machine-readable output: no colours, no wrapping."""
+    typer.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def escaped(text: str) -> str:
+    """Text of the user's for rich markup: neither markup nor terminal codes get through."""
+    visible = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return markup.escape(visible)
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def format_count(count: float) -> str:
+    for unit in ("", " k", " M", " G", " T"):
+        if count < 1000:
+            return f"{count:.3g}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,360 @@
+"""`placewright place`, `compare` and `methods`: the main job."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from placewright.cli import common
+from placewright.errors import SearchError
+
+if TYPE_CHECKING:
+    from placewright.api import Result
+    from placewright.problem import Problem
+    from placewright.search import Budget
+    from placewright.search import Progress as SearchProgress
+
+RESULT_FILES = ("journal.jsonl", "placement.json", "summary.json", "trace.json")
+
+MethodOption = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        "-m",
+        metavar="NAME[,NAME...]",
+        help="'auto' (baselines, then improve on the best) or names from 'placewright methods'.",
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option("--budget", "-b", metavar="TIME", help="How long to search: 90s, 5m, 1h."),
+]
+TrialsOption = Annotated[
+    int | None, typer.Option("--trials", metavar="N", help="How many placements to try.")
+]
+SeedOption = Annotated[int, typer.Option(help="The same seed gives the same simulated result.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(place)
+    app.command()(compare)
+    app.command()(methods)
+
+
+def place(
+    model: common.ModelArgument,
+    cluster: common.ClusterOption = "local",
+    method: MethodOption = "auto",
+    budget: BudgetOption = None,
+    trials: TrialsOption = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Where to put the result.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Continue the run in this directory."),
+    ] = None,
+    seed: SeedOption = 0,
+    pin: common.PinOption = None,
+    forbid: common.ForbidOption = None,
+    together: common.TogetherOption = None,
+    group_by: common.GroupByOption = None,
+    groups: common.GroupsOption = None,
+    costs: common.CostsOption = None,
+    scale: common.ScaleOption = "paper",
+    batch: common.BatchOption = None,
+    dim: common.DimOption = None,
+    signature: common.SignatureOption = None,
+    fetch: common.FetchOption = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Find a fast placement of a model on a cluster, and leave it in a directory.
+
+    Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
+    """
+    from placewright import api, placers
+
+    chosen = placers.parse(method)
+    limits = _budget(budget, trials, "1m")
+    # Everything that can be wrong with the request is said before the model is read.
+    directory = _output_directory(output, resume, model, cluster)
+    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
+    problem = common.load_problem(
+        graph, cluster, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
+        together=together, costs=costs,
+    )  # fmt: skip
+    with _stop_on_interrupt() as stopped, _progress(limits) as observe:
+        result = api.run(
+            problem, chosen, limits, seed=seed, directory=directory, observe=observe,
+            stop=lambda: bool(stopped),
+        )  # fmt: skip
+    result.save(directory, command=shlex.join(["placewright", *sys.argv[1:]]))
+    if as_json:
+        common.print_json(result.summary())
+    else:
+        _print_table(problem, result.table, result.best_single)
+        _print_answer(result, directory)
+    if result.interrupted:
+        raise typer.Exit(130)
+    if result.best is None:
+        raise typer.Exit(1)
+
+
+def compare(
+    model: common.ModelArgument,
+    cluster: common.ClusterOption = "local",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            metavar="NAME[,NAME...]",
+            help="Names from 'placewright methods', or 'all'.",
+        ),
+    ] = "all",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget", "-b", metavar="TIME", help="For each method that searches: 20s, 5m."
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option("--trials", metavar="N", help="The same, as a number of placements."),
+    ] = None,
+    seed: SeedOption = 0,
+    pin: common.PinOption = None,
+    forbid: common.ForbidOption = None,
+    together: common.TogetherOption = None,
+    group_by: common.GroupByOption = None,
+    groups: common.GroupsOption = None,
+    costs: common.CostsOption = None,
+    scale: common.ScaleOption = "paper",
+    batch: common.BatchOption = None,
+    dim: common.DimOption = None,
+    signature: common.SignatureOption = None,
+    fetch: common.FetchOption = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Compare methods on a model and a cluster, each on its own.
+
+    Example: placewright compare rnnlm --cluster k80x2 --methods single,expert,scotch
+    """
+    from placewright import api, placers
+
+    names = ["auto", *placers.METHODS] if method == "all" else method.split(",")
+    runs = [(name, placers.parse(name)) for name in names]
+    limits = _budget(budget, trials, "20s")
+    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
+    problem = common.load_problem(
+        graph, cluster, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
+        together=together, costs=costs,
+    )  # fmt: skip
+    table: list[dict[str, Any]] = []
+    bound = 0.0
+    single = None
+    with _stop_on_interrupt() as stopped:
+        for name, chosen in runs:
+            if stopped:
+                break
+            with common.errors.status(f"running {name} ..."):
+                result = api.run(problem, chosen, limits, seed=seed, stop=lambda: bool(stopped))
+            table.append(_as_one_row(name, result))
+            bound = max(bound, result.lower_bound_seconds)
+            if name == "single":
+                single = result.best_single
+    if as_json:
+        common.print_json({"methods": table, "lower_bound_seconds": bound})
+    else:
+        _print_table(problem, table, single)
+        common.console.print(f"no placement can be faster than {common.format_seconds(bound)}")
+    if stopped:
+        raise typer.Exit(130)
+
+
+def methods(as_json: common.JsonOption = False) -> None:
+    """List the methods of finding a placement.
+
+    Example: placewright methods
+    """
+    from placewright import placers
+
+    described = {"auto": placers.AUTO_SUMMARY} | {
+        name: method.summary for name, method in placers.METHODS.items()
+    }
+    if as_json:
+        common.print_json([{"name": n, "summary": s} for n, s in described.items()])
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, summary in described.items():
+        table.add_row(name, summary)
+    common.console.print(table)
+
+
+def _budget(budget: str | None, trials: int | None, default: str) -> Budget:
+    from placewright.search import Budget
+
+    if budget is None and trials is None:
+        budget = default
+    seconds = None if budget is None else common.parse_duration(budget)
+    return Budget(seconds=seconds, trials=trials)
+
+
+def _output_directory(output: str | None, resume: str | None, model: str, cluster: str) -> str:
+    if resume is not None:
+        if output is not None and Path(output) != Path(resume):
+            raise SearchError("--resume continues in its own directory; leave out --output")
+        if not (Path(resume) / "journal.jsonl").is_file():
+            raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
+        return resume
+    if output is not None:
+        for name in RESULT_FILES:
+            if (Path(output) / name).exists():
+                raise SearchError(
+                    f"{output}: already holds a run ({name}); continue it with --resume {output}, "
+                    "or choose another directory"
+                )
+        return output
+    base = f"placewright-{Path(model).stem}-{Path(cluster).stem}"
+    number = 1
+    while Path(name := base if number == 1 else f"{base}-{number}").exists():
+        number += 1
+    return name
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[list[int]]:
+    """A list that is empty until Ctrl-C; the second Ctrl-C is the usual one."""
+    signals: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+        common.errors.print("stopping after this batch; the best so far is kept")
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(limits: Budget) -> Iterator[Any]:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
+        console=common.errors, transient=True,
+    ) as display:  # fmt: skip
+        task = display.add_task("compiling the simulator ...", total=1.0, left="")
+
+        def observe(progress: SearchProgress) -> None:
+            elapsed = progress.elapsed_seconds
+            shares, left = [], []
+            if limits.seconds is not None:
+                shares.append(elapsed / limits.seconds)
+                left.append(f"{max(0.0, limits.seconds - elapsed):.0f} s left")
+            if limits.trials is not None:
+                shares.append(progress.trials / limits.trials)
+                left.append(f"{max(0, limits.trials - progress.trials)} trials left")
+            best = progress.best.measurement if progress.best else None
+            found = common.format_seconds(best.mean_seconds) if best and best.ok else "none yet"
+            own = progress.best_of.get(progress.placer)
+            of_placer = (
+                f" ({common.format_seconds(own.measurement.mean_seconds)})"
+                if own and own.measurement.ok
+                else ""
+            )
+            rate = progress.trials / elapsed if elapsed else 0.0
+            display.update(
+                task,
+                completed=min(1.0, max(shares)),
+                description=f"best {found} | {progress.placer}{of_placer} | "
+                f"{progress.trials} trials, {rate:.0f}/s",
+                left=", ".join(left),
+            )
+
+        yield observe
+
+
+def _as_one_row(name: str, result: Result) -> dict[str, Any]:
+    """A run of several methods (auto) or of one, as one row of the comparison."""
+    from placewright.api import row
+    from placewright.search import MethodResult
+
+    failed = next((r.best for r in result.methods if r.best is not None), None)
+    return row(
+        MethodResult(
+            method=name, best=result.best or failed, trials=result.trials, seconds=result.seconds
+        )
+    )
+
+
+def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> None:
+    table = Table()
+    table.add_column("method")
+    table.add_column("step time", justify="right")
+    table.add_column("speed-up", justify="right")
+    for device in problem.cluster.devices:
+        table.add_column(f"{common.escaped(device.name)}\nmemory", justify="right")
+    table.add_column("trials", justify="right")
+    table.add_column("seconds", justify="right")
+    limits = [device.memory_bytes for device in problem.cluster.devices]
+    fastest = min((r["step_seconds"] for r in rows if r["step_seconds"] is not None), default=None)
+    for entry in rows:
+        seconds = entry["step_seconds"]
+        ratio = ""
+        if seconds is not None and single is not None:
+            ratio = f"{single.measurement.mean_seconds / seconds:.2f}x"
+        peaks = entry["peak_bytes"] or [0] * len(limits)
+        table.add_row(
+            entry["method"],
+            common.format_seconds(seconds) if seconds is not None else entry["outcome"],
+            ratio,
+            *(
+                f"[red]{common.format_bytes(peak)}[/red]" if peak > limit
+                else common.format_bytes(peak)
+                for peak, limit in zip(peaks, limits, strict=True)
+            ),
+            f"{entry['trials']:,}",
+            f"{entry['search_seconds']:.1f}",
+            style="bold" if seconds is not None and seconds == fastest else None,
+        )  # fmt: skip
+    common.console.print(table)
+
+
+def _print_answer(result: Result, directory: str) -> None:
+    say = common.console.print
+    if result.best is None:
+        say(f"[red]no placement found:[/red] {common.escaped(result.why_none())}")
+        return
+    devices = result.problem.cluster.device_names
+    used = sorted(set(result.placement.devices.tolist()))
+    on = ", ".join(common.escaped(devices[d]) for d in used)
+    step = common.format_seconds(result.step_seconds)
+    say(f"[bold]{step}[/bold] a step on {on} (simulated), found by {result.best.placer}")
+    single = result.best_single
+    if single is not None:
+        if result.speed_up is not None and result.speed_up > 1.0005:
+            say(f"{result.speed_up:.2f} times as fast as the best single device")
+        else:
+            say("one device is already best: nothing found is faster than not splitting at all")
+    elif any(entry.method == "single" for entry in result.methods):
+        say("no single device can hold the model")
+    bound = common.format_seconds(result.lower_bound_seconds)
+    say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
+    say(
+        f"the placement is in {common.escaped(directory)}/placement.json, its timeline in trace.json"
+    )
