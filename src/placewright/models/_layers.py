@@ -129,6 +129,8 @@ def finish(
     )
     if updates:
         train_op = tf.group(train_op, *updates, name="train_step")
+        # The optimizer put its own part there; a MetaGraph of the model should name the whole step.
+        tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [train_op]
     init_op = tf.compat.v1.global_variables_initializer()
     return BenchmarkModel(
         name=name,

@@ -19,6 +19,8 @@ class Placer(ABC):
 
     name: str
     """The method's name in tables, journals and on the command line."""
+    endless: bool = False
+    """Whether it goes on proposing until stopped, and so needs a share of the budget."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
