@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     handler = RichHandler(console=errors, show_time=False, show_path=False, markup=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("placewright").addHandler(handler)  # ours; the libraries' are not for users
     try:
         code = app(arguments, standalone_mode=False)
     except PlacewrightError as error:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -256,7 +257,7 @@ def _stop_on_interrupt() -> Iterator[list[int]]:
 def _progress(limits: Budget) -> Iterator[Any]:
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
-        console=common.errors, transient=True,
+        console=common.errors, transient=True, disable=not common.errors.is_terminal,
     ) as display:  # fmt: skip
         task = display.add_task("compiling the simulator ...", total=1.0, left="")
 
@@ -303,35 +304,40 @@ def _as_one_row(name: str, result: Result) -> dict[str, Any]:
 
 
 def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> None:
-    table = Table()
+    devices = problem.cluster.devices
+    # A column for each device where the terminal is wide enough, otherwise the fullest alone.
+    each = common.console.width >= 52 + 7 * len(devices)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("method")
-    table.add_column("step time", justify="right")
-    table.add_column("speed-up", justify="right")
-    for device in problem.cluster.devices:
-        table.add_column(f"{common.escaped(device.name)}\nmemory", justify="right")
-    table.add_column("trials", justify="right")
-    table.add_column("seconds", justify="right")
-    limits = [device.memory_bytes for device in problem.cluster.devices]
+    table.add_column("step time", justify="right", no_wrap=True)
+    table.add_column("speed-up", justify="right", no_wrap=True)
+    for heading in [device.name for device in devices] if each else ["fullest"]:
+        table.add_column(f"{common.escaped(heading)}\n[dim]GB[/dim]", justify="right", no_wrap=True)
+    table.add_column("trials", justify="right", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
     fastest = min((r["step_seconds"] for r in rows if r["step_seconds"] is not None), default=None)
     for entry in rows:
+        if entry["peak_bytes"] is None:  # it proposed nothing, as exact does on large problems
+            continue
         seconds = entry["step_seconds"]
         ratio = ""
         if seconds is not None and single is not None:
             ratio = f"{single.measurement.mean_seconds / seconds:.2f}x"
-        peaks = entry["peak_bytes"] or [0] * len(limits)
+        peaks = list(zip(entry["peak_bytes"], (d.memory_bytes for d in devices), strict=False))
+        if not each:
+            peaks = [max(peaks, key=lambda pair: pair[0] / pair[1])]
         table.add_row(
             entry["method"],
             common.format_seconds(seconds) if seconds is not None else entry["outcome"],
             ratio,
             *(
-                f"[red]{common.format_bytes(peak)}[/red]" if peak > limit
-                else common.format_bytes(peak)
-                for peak, limit in zip(peaks, limits, strict=True)
+                f"[red]{peak / 1e9:.1f}[/red]" if peak > limit else f"{peak / 1e9:.1f}"
+                for peak, limit in peaks
             ),
             f"{entry['trials']:,}",
             f"{entry['search_seconds']:.1f}",
             style="bold" if seconds is not None and seconds == fastest else None,
-        )  # fmt: skip
+        )
     common.console.print(table)
 
 

@@ -118,7 +118,15 @@ def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[st
         for d, device in enumerate(problem.cluster.devices)
     ]
     facts["transfers"] = len(timeline.transfers)
-    facts["transferred_bytes"] = int(sum(t.bytes for t in timeline.transfers))
+    facts["transferred_bytes"] = int(timeline.transfers.bytes.sum())
+    computing = [entry for entry in timeline.critical_path if entry.transfer is None]
+    moving = [entry for entry in timeline.critical_path if entry.transfer is not None]
+    facts["critical_path"] = {
+        "ops": len(computing),
+        "transfers": len(moving),
+        "op_seconds": sum(entry.end - entry.start for entry in computing),
+        "transfer_seconds": sum(entry.end - entry.start for entry in moving),
+    }
     if trace is not None:
         write_json(trace, timeline.chrome_trace(), PlacementError)
     return facts
@@ -152,6 +160,12 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
         say(table)
         say(
             f"{facts['transfers']:,} transfers of {common.format_bytes(facts['transferred_bytes'])}"
+        )
+        path = facts["critical_path"]
+        say(
+            f"critical path: {path['ops']:,} ops for {common.format_seconds(path['op_seconds'])}, "
+            f"{path['transfers']:,} transfers for "
+            f"{common.format_seconds(path['transfer_seconds'])}"
         )
     for kind, counts in facts["costs"].items():
         parts = ", ".join(f"{count:,} {source}" for source, count in counts.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,13 @@ def build(name: str, *, scale: str = "paper", batch: int | None = None) -> Bench
     config = module.CONFIGS[scale]
     if batch is not None:
         config = dataclasses.replace(config, batch=batch)
-    model = module.build(config)
+    # Its optimizers call each other in ways that TensorFlow itself warns of.
+    log = logging.getLogger("tensorflow")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        model = module.build(config)
+    finally:
+        log.setLevel(level)
     assert isinstance(model, BenchmarkModel)
     return model
