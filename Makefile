@@ -1,4 +1,4 @@
-# make demo    sets up what is missing, then shows the main job on a benchmark model
+# make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
 # make lint    ruff, mypy and the import contracts
 # make lock    renews requirements.lock from pyproject.toml (slow; asks the registry for hashes)
@@ -11,8 +11,10 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint format lock clean
 
+# Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
-	@$(BIN)/placewright inspect inception_v3
+	@$(BIN)/placewright place inception_v3 --cluster k80x4 --budget 45s \
+		--output demo-output/$$(date +%Y%m%d-%H%M%S)
 
 # Workers share the numba cache, so kernels are compiled once. Two workers suit two cores; more
 # would compete with TensorFlow's own threads.

@@ -1,12 +1,6 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from hypothesis import HealthCheck, settings
-
-# pytest's importlib mode does not put test folders on the path; `strategies` is shared.
-sys.path.insert(0, str(Path(__file__).parent))
 
 # Machines that run the tests are shared: examples may take any time.
 settings.register_profile(

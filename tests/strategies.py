@@ -18,7 +18,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 25, colocation: bool = True) -> Graph
     op_names = draw(st.lists(names, min_size=1, max_size=max_ops, unique=True))
     types = draw(st.lists(names, min_size=1, max_size=4))
     labels = st.lists(st.sampled_from("abcde"), max_size=2).map(tuple)
-    ops = []
+    ops: list[Op] = []
     for i, name in enumerate(op_names):
         outputs = []
         for _ in range(draw(st.integers(0, 2))):

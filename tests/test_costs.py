@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from strategies import graphs
 
 from placewright.cluster import Cluster, Device, DeviceKind, Link
 from placewright.costs import Costs, Source, estimate_costs
 from placewright.errors import CostsError
 from placewright.graph import Edge, Graph, Op, Tensor
+from tests.strategies import graphs
 
 MB = 1_000_000
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from strategies import graphs
 
 from placewright.errors import ModelError
 from placewright.graph import Edge, Graph, Op, Tensor, from_json, to_json
+from tests.strategies import graphs
 
 
 def chain() -> Graph:

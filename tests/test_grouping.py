@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import graphs
 
 from placewright.errors import PlacementError
 from placewright.graph import Edge, Graph, Op, ScopeRule, Tensor
@@ -25,6 +24,7 @@ from placewright.grouping import (
     each_op,
     group,
 )
+from tests.strategies import graphs
 
 
 def graph_of(edges: str, **fields: dict[str, object]) -> Graph:
@@ -35,7 +35,7 @@ def graph_of(edges: str, **fields: dict[str, object]) -> Graph:
         Op(name=name, type="t", outputs=(Tensor(4),), **fields.get(name, {}))  # type: ignore[arg-type]
         for name in names
     ]
-    return Graph.from_ops("g", ops, [Edge(*pair) for pair in pairs if len(pair) == 2])
+    return Graph.from_ops("g", ops, [Edge(pair[0], pair[1]) for pair in pairs if len(pair) == 2])
 
 
 def as_sets(graph: Graph, grouping: Grouping) -> set[str]:

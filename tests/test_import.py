@@ -42,4 +42,4 @@ def test_public_names_are_those_of_the_stubs() -> None:
 
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'plaec'"):
-        _ = placewright.plaec  # type: ignore[attr-defined]
+        _ = placewright.plaec

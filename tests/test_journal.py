@@ -75,8 +75,8 @@ def test_any_prefix_of_a_journal_can_be_continued(
 def test_a_killed_process_loses_nothing_it_appended(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from test_journal import problem, trials
+sys.path[:0] = {[str(Path(__file__).parent.parent)]!r}
+from tests.test_journal import problem, trials
 from placewright.journal import Journal
 made = problem()
 journal = Journal({str(tmp_path / "j.jsonl")!r}, made)

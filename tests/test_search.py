@@ -175,7 +175,7 @@ def test_replaying_a_journal_gives_the_same_numbers(tmp_path: Path) -> None:
 def test_budgets_that_leave_nothing_to_do() -> None:
     for budget in ({}, {"seconds": 0.0}, {"seconds": -1.0}, {"trials": 0}):
         with pytest.raises(SearchError, match="budget"):
-            Budget(**budget)  # type: ignore[arg-type]
+            Budget(**budget)
 
 
 def test_a_placer_of_another_problem_is_refused() -> None:

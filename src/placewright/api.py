@@ -194,7 +194,7 @@ def run(
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     evaluator: Evaluator = SimulatedEvaluator(problem)
-    chosen = placers.make(methods, problem, seed)
+    chosen = placers.make(methods, problem, seed=seed, seconds=budget.seconds)
     journal = None
     if directory is not None:
         _make_directory(Path(directory))

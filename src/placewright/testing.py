@@ -1,5 +1,5 @@
-"""For tests: graphs and problems of any size, tiny problems with known optima, and the contract
-that every evaluator keeps."""
+"""For tests: graphs and problems of any size, tiny problems with known optima, and the contracts
+that every evaluator and every placer keep."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from placewright.cluster import Cluster, Device, DeviceKind, Link, builtin_kinds
 from placewright.costs import estimate_costs
 from placewright.errors import PlacementError
 from placewright.evaluators.base import Evaluator
-from placewright.graph import Edge, Graph, Op, Tensor
-from placewright.grouping import each_op, group
-from placewright.measurement import Measurement, Outcome
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.graph import Edge, Graph, Op, Tensor, frozen
+from placewright.grouping import Grouping, each_op
+from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
+from placewright.placers.base import Placer
 from placewright.problem import Problem
 
 # --- graphs and clusters -------------------------------------------------------------------------
@@ -86,3 +88,351 @@ def gpu_boards(gpus: int = 4) -> Cluster:
             for first in range(0, gpus, 2)
         ),
     )
+
+
+def uniform_cluster(
+    devices: int = 2,
+    *,
+    slots: int = 1,
+    memory_bytes: int = 10**12,
+    latency_seconds: float = 0.0,
+    bandwidth: float = 1.0,
+    shared: bool = False,
+) -> Cluster:
+    """Equal devices `dev:0`, `dev:1`, ... of type `dev`, each pair joined by a link of its own, or
+    all by one that is shared."""
+    kind = DeviceKind(
+        name="dev",
+        type="dev",
+        peak_flops=1.0,
+        memory_bandwidth=1.0,
+        memory_bytes=memory_bytes,
+        slots=slots,
+    )
+    names = [f"dev:{i}" for i in range(devices)]
+    pairs = tuple(itertools.combinations(names, 2))
+    bundles = [("wire", pairs)] if shared else [(f"{a}-{b}", ((a, b),)) for a, b in pairs]
+    return Cluster(
+        name=f"uniform-{devices}",
+        devices=tuple(Device(name=name, kind=kind, memory_bytes=memory_bytes) for name in names),
+        links=tuple(
+            Link(name=name, latency_seconds=latency_seconds, bandwidth=bandwidth, pairs=joined)
+            for name, joined in bundles
+            if joined
+        ),
+    )
+
+
+def make_problem(
+    ops: Sequence[Op], edges: Sequence[Edge | tuple[str, str]], cluster: Cluster
+) -> Problem:
+    """Every op its own group; times as the ops give them."""
+    graph = Graph.from_ops("tiny", ops, [Edge(*edge) for edge in edges])
+    return Problem(
+        graph=graph,
+        grouping=each_op(graph),
+        cluster=cluster,
+        costs=estimate_costs(graph, cluster),
+    )
+
+
+def random_problem(
+    seed: int,
+    *,
+    max_ops: int = 14,
+    max_groups: int = 6,
+    max_devices: int = 4,
+    tight_memory: bool = False,
+) -> Problem:
+    """A small problem with everything the simulator knows, and with many things at the same time.
+
+    Times are multiples of 1/1024 s and bandwidths powers of two, so that sums are exact and ties
+    are real: whoever breaks a tie in another order gets another schedule. All groups fit together
+    on the first device, unless `tight_memory`.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = [
+        DeviceKind(
+            name=f"kind{k}",
+            type=f"type{k}",
+            peak_flops=1.0,
+            memory_bandwidth=1.0,
+            memory_bytes=1,
+            slots=int(rng.integers(1, 4)),
+        )
+        for k in range(int(rng.integers(1, 3)))
+    ]
+    graph = _random_graph(rng, kinds, int(rng.integers(1, max_ops + 1)))
+    total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
+    count = int(rng.integers(1, max_devices + 1))
+    memory_bytes = rng.integers(total // 6 + 1, total + 2, size=count)
+    if not tight_memory:
+        memory_bytes[0] = total + 1
+    cluster = _random_cluster(rng, kinds, memory_bytes.tolist())
+    numbers: dict[int, int] = {}
+    labels = rng.integers(int(rng.integers(1, max_groups + 1)), size=graph.num_ops)
+    group_of = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]
+    grouping = Grouping(
+        group_of=frozen(np.array(group_of, dtype=np.int32)),
+        names=tuple(f"group{g}" for g in range(len(numbers))),
+    )
+    return Problem(
+        graph=graph, grouping=grouping, cluster=cluster, costs=estimate_costs(graph, cluster)
+    )
+
+
+def _random_graph(rng: np.random.Generator, kinds: Sequence[DeviceKind], count: int) -> Graph:
+    ops: list[Op] = []
+    edges: list[Edge] = []
+    for i in range(count):
+        inputs = [
+            (source, int(rng.integers(len(ops[source].outputs))))
+            for source in rng.integers(i, size=int(rng.integers(0, 4))).tolist()
+            if ops[source].outputs
+        ] if i else []  # fmt: skip
+        outputs = []
+        for _ in range(int(rng.integers(0, 3))):
+            size = int(rng.integers(0, 5)) * 8
+            shares = None
+            if inputs and rng.random() < 0.3:
+                source, output = inputs[int(rng.integers(len(inputs)))]
+                shares = (f"op{source}", output)
+            elif i and rng.random() < 0.05:  # memory of an op it need not even wait for
+                source = int(rng.integers(i))
+                if ops[source].outputs:
+                    shares = (f"op{source}", 0)
+            outputs.append(Tensor(size, shares=shares))
+        ops.append(
+            Op(
+                name=f"op{i}",
+                type="Op",
+                outputs=tuple(outputs),
+                param_bytes=int(rng.integers(1, 60)) if rng.random() < 0.2 else 0,
+                seconds={kind.name: int(rng.integers(0, 6)) / 1024 for kind in kinds},
+            )
+        )
+        edges += [Edge(f"op{source}", f"op{i}", output) for source, output in inputs]
+        if i and rng.random() < 0.3:
+            edges.append(Edge(f"op{int(rng.integers(i))}", f"op{i}", None))
+    return Graph.from_ops("random", ops, edges)
+
+
+def _random_cluster(
+    rng: np.random.Generator, kinds: Sequence[DeviceKind], memory_bytes: Sequence[int]
+) -> Cluster:
+    devices = [
+        Device(name=f"d{d}", kind=kinds[int(rng.integers(len(kinds)))], memory_bytes=size)
+        for d, size in enumerate(memory_bytes)
+    ]
+    names = [device.name for device in devices]
+    pairs = [(name, "switch") for name in names]
+    # A tree around a switch reaches everyone; a few shortcuts make routes of one hop.
+    pairs += [pair for pair in itertools.combinations(names, 2) if rng.random() < 0.4]
+    wires: dict[int, list[tuple[str, str]]] = {}
+    for pair in pairs:
+        wires.setdefault(int(rng.integers(len(pairs))), []).append(pair)
+    return Cluster(
+        name="random",
+        devices=tuple(devices),
+        switches=("switch",),
+        links=tuple(
+            Link(
+                name=f"wire{wire}",
+                latency_seconds=int(rng.integers(0, 3)) / 1024,
+                bandwidth=float(2 ** rng.integers(11, 16)),
+                pairs=tuple(joined),
+                duplex=bool(rng.random() < 0.5),
+            )
+            for wire, joined in wires.items()
+        ),
+    )
+
+
+# --- tiny problems with known optima -------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyProblem:
+    """A problem small enough to see the best placement with the naked eye."""
+
+    name: str
+    problem: Problem
+    best_seconds: float
+    """No placement that fits takes less."""
+    best_devices: tuple[int, ...]
+    """A placement that takes this long."""
+
+
+def tiny_problems() -> tuple[TinyProblem, ...]:
+    return (_chain(), _branches(), _unequal_devices(), _too_large_for_one())
+
+
+def _chain() -> TinyProblem:
+    """Three ops of 1 s in a row: nothing can run side by side, so leaving the device only costs."""
+    ops = [Op(name=name, type="Op", outputs=(Tensor(1),), seconds={"dev": 1.0}) for name in "abc"]
+    problem = make_problem(ops, [("a", "b"), ("b", "c")], uniform_cluster(2, latency_seconds=0.5))
+    return TinyProblem(name="chain", problem=problem, best_seconds=3.0, best_devices=(0, 0, 0))
+
+
+def _branches() -> TinyProblem:
+    """A fork into two branches of 4 s and a join: one branch goes away and comes back.
+
+    fork 0-1, branch there: sent 1-2, runs 2-6, sent 6-7; join 7-8. On one device it takes 10 s.
+    """
+    seconds = {"fork": 1.0, "left": 4.0, "right": 4.0, "join": 1.0}
+    ops = [
+        Op(name=name, type="Op", outputs=(Tensor(1),), seconds={"dev": cost})
+        for name, cost in seconds.items()
+    ]
+    edges = [("fork", "left"), ("fork", "right"), ("left", "join"), ("right", "join")]
+    problem = make_problem(ops, edges, uniform_cluster(2))
+    return TinyProblem(
+        name="branches", problem=problem, best_seconds=8.0, best_devices=(0, 0, 1, 0)
+    )
+
+
+def _unequal_devices() -> TinyProblem:
+    """Two ops in a row, each 1 s on one device and 9 s on the other, and 2 s to send: 1 + 2 + 1."""
+    kinds = [
+        DeviceKind(name=name, type=name, peak_flops=1.0, memory_bandwidth=1.0, memory_bytes=100)
+        for name in ("left", "right")
+    ]
+    cluster = Cluster(
+        name="unequal",
+        devices=tuple(Device(name=kind.name, kind=kind, memory_bytes=100) for kind in kinds),
+        links=(Link(name="wire", latency_seconds=2.0, bandwidth=1e9, pairs=(("left", "right"),)),),
+    )
+    ops = [
+        Op(name="a", type="Op", outputs=(Tensor(0),), seconds={"left": 1.0, "right": 9.0}),
+        Op(name="b", type="Op", seconds={"left": 9.0, "right": 1.0}),
+    ]
+    problem = make_problem(ops, [("a", "b")], cluster)
+    return TinyProblem(name="unequal", problem=problem, best_seconds=4.0, best_devices=(0, 1))
+
+
+def _too_large_for_one() -> TinyProblem:
+    """A chain as above whose two variables need a device each: 3 s and one transfer of 5 s."""
+    ops = [
+        Op(name="a", type="Op", outputs=(Tensor(1),), seconds={"dev": 1.0}, param_bytes=60),
+        Op(name="b", type="Op", outputs=(Tensor(1),), seconds={"dev": 1.0}),
+        Op(name="c", type="Op", seconds={"dev": 1.0}, param_bytes=60),
+    ]
+    cluster = uniform_cluster(2, memory_bytes=100, latency_seconds=4.0)
+    problem = make_problem(ops, [("a", "b"), ("b", "c")], cluster)
+    return TinyProblem(name="memory", problem=problem, best_seconds=8.0, best_devices=(0, 0, 1))
+
+
+# --- contracts -----------------------------------------------------------------------------------
+
+
+def sample_placements(problem: Problem, count: int, seed: int = 0) -> list[Placement]:
+    """Everything on each device in turn, then random placements."""
+    rng = np.random.default_rng(seed)
+    groups, devices = problem.num_groups, problem.num_devices
+    rows = [np.full(groups, device) for device in range(min(devices, count))]
+    rows += [rng.integers(devices, size=groups) for _ in range(count - len(rows))]
+    return [Placement.of(problem, row.astype(np.int32)) for row in rows]
+
+
+def check_evaluator(
+    evaluator: Evaluator,
+    *,
+    placements: Sequence[Placement] | None = None,
+    deterministic: bool = True,
+) -> None:
+    """Checks what every evaluator promises; raises AssertionError with what it found.
+
+    Evaluates each placement several times. `deterministic` says that the same placement always
+    gives the same measurement, as in the simulator without noise.
+    """
+    problem = evaluator.problem
+    given = list(placements) if placements is not None else sample_placements(problem, 8)
+    assert given, "the contract needs at least one placement to try"
+
+    assert evaluator.evaluate([]) == [], "no placements must give no measurements"
+    measurements = evaluator.evaluate(given)
+    assert isinstance(measurements, list), f"evaluate returned {type(measurements).__name__}"
+    assert len(measurements) == len(given), (
+        f"{len(given)} placements gave {len(measurements)} measurements"
+    )
+    for measurement in measurements:
+        _check_measurement(measurement, problem)
+    assert evaluator.problem is problem, "an evaluator stays with its problem"
+
+    if deterministic:
+        again = evaluator.evaluate(given)
+        assert again == measurements, "the same placements gave other measurements"
+        backwards = evaluator.evaluate(given[::-1])
+        assert backwards == measurements[::-1], "measurements depend on the order of placements"
+        singly = [evaluator.evaluate([placement])[0] for placement in given]
+        assert singly == measurements, "measurements depend on what is evaluated together"
+
+    stranger = Placement(given[0].devices, problem="of another problem")
+    try:
+        evaluator.evaluate([given[0], stranger])
+    except PlacementError:
+        pass
+    else:
+        raise AssertionError("a placement of another problem must raise PlacementError")
+
+
+def _check_measurement(measurement: Measurement, problem: Problem) -> None:
+    assert isinstance(measurement, Measurement), f"not a measurement: {measurement!r}"
+    if measurement.outcome is Outcome.OK:
+        assert measurement.step_seconds, f"a success without a time: {measurement}"
+    else:
+        assert not measurement.step_seconds, f"a failure with a time: {measurement}"
+        assert measurement.reason, f"a failure without a reason: {measurement}"
+    assert len(measurement.peak_bytes) in (0, problem.num_devices), (
+        f"peaks of {len(measurement.peak_bytes)} devices, the problem has {problem.num_devices}"
+    )
+    assert all(size >= 0 for size in measurement.peak_bytes), f"negative memory: {measurement}"
+
+
+def check_placer(
+    make: Callable[[Problem, int], Placer], problem: Problem, *, rounds: int = 5, count: int = 4
+) -> None:
+    """Checks what every placer promises; raises AssertionError with what it found.
+
+    `make` makes a placer for a problem from a seed. The problem is simulated.
+    """
+    evaluator = SimulatedEvaluator(problem)
+    placer, twin = make(problem, 0), make(problem, 0)
+    assert placer.name, "a placer without a name"
+    assert placer.problem is problem, "a placer stays with its problem"
+    seen: list[Trial] = []
+    finished = False
+    for _ in range(rounds if placer.endless else 1000):
+        asked = placer.ask(count)
+        _check_proposals(asked, problem, count)
+        assert twin.ask(count) == asked, "the same seed and answers led to other proposals"
+        if not asked:
+            finished = True
+            break
+        trials = [
+            Trial(placement=placement, measurement=measurement, placer=placer.name)
+            for placement, measurement in zip(asked, evaluator.evaluate(asked), strict=True)
+        ]
+        placer.tell(trials)
+        twin.tell(trials)
+        seen += trials
+    assert placer.endless or finished, "neither endless nor ever finished"
+    if finished:
+        assert placer.ask(count) == [], "it goes on after having nothing left to propose"
+
+    # Told of what another has tried, as in a search that is resumed.
+    late = make(problem, 1)
+    late.tell([])
+    late.tell(seen)
+    _check_proposals(late.ask(1), problem, 1)
+
+
+def _check_proposals(asked: list[Placement], problem: Problem, count: int) -> None:
+    assert isinstance(asked, list), f"ask returned {type(asked).__name__}"
+    assert len(asked) <= count, f"asked for {count} placements, got {len(asked)}"
+    groups = np.arange(problem.num_groups)
+    for placement in asked:
+        placement.check(problem)
+        assert problem.allowed[groups, placement.devices].all(), (
+            f"a group where it may not go: {placement.devices.tolist()}"
+        )

@@ -28,14 +28,22 @@ def test_the_main_job(run: Callable[..., Any], graph_file: Path) -> None:
     assert "out/placement.json" in result.out
     placed = json.loads(Path("out/placement.json").read_text())["groups"]
     assert {placed["branch0/op1"], placed["branch1/op1"]} == {"gpu:0", "gpu:1"}
-    again = run("simulate", graph_file, "-c", "k80x2", "--placement", "out/placement.json", "--json")
+    again = run(
+        "simulate", graph_file, "-c", "k80x2", "--placement", "out/placement.json", "--json"
+    )
     assert again.json["step_seconds"] == summary["step_seconds"]
 
 
 def test_one_device_is_said_plainly(run: Callable[..., Any]) -> None:
-    ops = [{"name": f"op{i}", "type": "t", "seconds": {"gpu": 1e-3, "cpu": 1.0}} for i in range(4)]
-    for entry in ops:
-        entry["outputs"] = [{"bytes": 10_000_000}]
+    ops = [
+        {
+            "name": f"op{i}",
+            "type": "t",
+            "seconds": {"gpu": 1e-3, "cpu": 1.0},
+            "outputs": [{"bytes": 10_000_000}],
+        }
+        for i in range(4)
+    ]
     edges = [{"from": f"op{i}", "to": f"op{i + 1}"} for i in range(3)]
     Path("chain.json").write_text(json.dumps({"ops": ops, "edges": edges}))
     result = run("place", "chain.json", "-c", "k80x2", "--trials", "500", "-o", "out")
@@ -136,9 +144,7 @@ def test_bad_input(
     assert {path.name for path in Path().iterdir()} <= {"graph.json"}
 
 
-def test_a_full_disk_is_one_line_and_keeps_what_was_tried(
-    graph_file: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line_and_keeps_what_was_tried(graph_file: Path, tmp_path: Path) -> None:
     # No file may grow beyond this: to the process it is a disk that is full.
     limited = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000,) * 2); "
@@ -191,7 +197,9 @@ def test_compare_gives_one_row_a_method(run: Callable[..., Any], graph_file: Pat
     )  # fmt: skip
     rows = {row["method"]: row for row in result.json["methods"]}
     assert list(rows) == ["single", "expert", "auto"]
-    assert {"step_seconds", "outcome", "peak_bytes", "trials", "search_seconds"} <= set(rows["auto"])
+    assert {"step_seconds", "outcome", "peak_bytes", "trials", "search_seconds"} <= set(
+        rows["auto"]
+    )
     assert rows["auto"]["step_seconds"] <= min(r["step_seconds"] for r in rows.values())
     assert result.json["lower_bound_seconds"] <= rows["auto"]["step_seconds"]
     table = run("compare", graph_file, "-c", "k80x2", "--methods", "single,m-etf")

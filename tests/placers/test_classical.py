@@ -329,7 +329,7 @@ def test_mincut_leaves_the_cpu_out() -> None:
 
 @pytest.mark.parametrize(
     ("function", "library", "name"),
-    [(scotch, "pyscotch", "scotch"), (mincut, "pymetis", "mincut"), (m_sct, "highspy", "m-sct")],
+    [(scotch, "pyscotch", "scotch"), (mincut, "pymetis", "mincut"), (m_sct, "scipy", "m-sct")],
 )
 def test_missing_libraries_are_named(
     function: Function, library: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from typing import Any
 
 import typer
 from rich.logging import RichHandler
@@ -32,7 +33,9 @@ place.add_to(app)
 
 # Newer versions of typer carry a click of their own, older ones use the package; this is the class
 # of a wrong command line in either.
-_ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_ClickException: type[Any] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     except PlacewrightError as error:
         code = _complain(str(error), debug)
     except _ClickException as error:
-        code = _complain(error.format_message(), debug)  # type: ignore[attr-defined]
+        code = _complain(error.format_message(), debug)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except BrokenPipeError:

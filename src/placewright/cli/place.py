@@ -361,6 +361,5 @@ def _print_answer(result: Result, directory: str) -> None:
         say("no single device can hold the model")
     bound = common.format_seconds(result.lower_bound_seconds)
     say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
-    say(
-        f"the placement is in {common.escaped(directory)}/placement.json, its timeline in trace.json"
-    )
+    folder = common.escaped(directory)
+    say(f"the placement is in {folder}/placement.json, its timeline in {folder}/trace.json")

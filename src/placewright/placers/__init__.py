@@ -89,7 +89,7 @@ METHODS: dict[str, Method] = {
     "m-sct": Method(
         "memory-constrained small communication times (Baechi), its linear program by HiGHS",
         _one_shot(m_sct),
-        needs="highspy",
+        needs="scipy",
     ),
     "random": Method(
         "uniformly random, until the budget is used",

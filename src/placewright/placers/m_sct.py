@@ -11,8 +11,6 @@ of the op it ran last.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from placewright.errors import MissingExtraError
@@ -98,10 +96,10 @@ def favourites(
     if edges == 0 or tasks + edges > _LARGEST_PROGRAM:
         return _heaviest(tasks, parent, child, transfer)
     try:
-        import highspy
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array
     except ImportError:
         raise MissingExtraError("the m-sct placer", "placers") from None
-    highs: Any = highspy  # typed in part
 
     # To a solver with absolute tolerances seconds are tiny numbers; here the mean task takes 1.
     unit = float(seconds.mean()) or 1.0
@@ -122,29 +120,24 @@ def favourites(
         (x[by_child], one, parents, parents - 1.0),
     ]  # fmt: skip
 
-    program = highs.HighsLp()
-    program.num_col_ = w + 1
-    program.col_cost_ = np.concatenate(
-        [_SAVING * transfer * (seconds.sum() / max(transfer.sum(), 1e-12)), np.zeros(tasks), [1.0]]
+    values = np.concatenate([values.reshape(-1) for _, values, _, _ in rows])
+    columns = np.concatenate([columns.reshape(-1) for columns, _, _, _ in rows])
+    starts = np.concatenate([[0], *(sizes for _, _, sizes, _ in rows)]).cumsum()
+    saving = _SAVING * transfer * (seconds.sum() / max(transfer.sum(), 1e-12))
+    # HiGHS by way of SciPy, whose rows are of the form "at most".
+    solution = linprog(
+        np.concatenate([saving, np.zeros(tasks), [1.0]]),
+        A_ub=csr_array((-values, columns, starts), shape=(len(starts) - 1, w + 1)),
+        b_ub=-np.concatenate([bounds for _, _, _, bounds in rows]),
+        bounds=np.stack(
+            [np.zeros(w + 1), np.concatenate([one, np.full(tasks + 1, np.inf)])], axis=1
+        ),
+        method="highs",
     )
-    program.col_lower_ = np.zeros(w + 1)
-    program.col_upper_ = np.concatenate([one, np.full(tasks + 1, highs.kHighsInf)])
-    program.row_lower_ = np.concatenate([bounds for _, _, _, bounds in rows])
-    program.num_row_ = len(program.row_lower_)
-    program.row_upper_ = np.full(program.num_row_, highs.kHighsInf)
-    program.a_matrix_.format_ = highs.MatrixFormat.kRowwise
-    sizes = np.concatenate([sizes for _, _, sizes, _ in rows])
-    program.a_matrix_.start_ = np.concatenate([[0], np.cumsum(sizes)])
-    program.a_matrix_.index_ = np.concatenate([columns.reshape(-1) for columns, _, _, _ in rows])
-    program.a_matrix_.value_ = np.concatenate([values.reshape(-1) for _, values, _, _ in rows])
-    solver = highs.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.passModel(program)
-    solver.run()
-    if solver.getModelStatus() != highs.HighsModelStatus.kOptimal:
+    if not solution.success:
         return _heaviest(tasks, parent, child, transfer)
     # A little less than 1/2, since the solver keeps to the sums only up to its tolerance.
-    return np.asarray(np.array(solver.getSolution().col_value)[:edges] < 0.499)
+    return np.asarray(solution.x[:edges] < 0.499)
 
 
 def _heaviest(tasks: int, parent: IntArray, child: IntArray, transfer: FloatArray) -> BoolArray:

@@ -16,6 +16,7 @@ class RandomPlacement(Placer):
     """Every group independently on one of the devices it may go to, all equally likely. Endless."""
 
     name = "random"
+    endless = True
 
     def __init__(self, problem: Problem, *, seed: int = 0) -> None:
         super().__init__(problem)

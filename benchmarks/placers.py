@@ -1,0 +1,212 @@
+"""What each method finds on the benchmark models, and how far from optimal on small problems.
+
+    python benchmarks/placers.py                       # the table, about 25 minutes on 2 cores
+    python benchmarks/placers.py --models rnnlm --seconds 20 --no-write
+
+Writes `results/placers/placers.csv` (one line a model, cluster, method and seed), `exact.csv` (small
+problems, `auto` against the optimum) and a README.md with the tables and what made them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from placewright import load, make_problem, placers
+from placewright._version import VERSION
+from placewright.api import Result, run
+from placewright.cluster import Cluster
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.measurement import Trial
+from placewright.placers.exact import every_placement
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.search import Budget
+from placewright.testing import random_problem
+
+RESULTS = Path(__file__).parent / "results" / "placers"
+BASELINES = ("expert", "scotch", "mincut")
+
+
+def main() -> None:
+    options = _options()
+    rows = []
+    for model in options.models:
+        graph = load(model)
+        for cluster in options.clusters:
+            problem = make_problem(graph, Cluster.load(cluster))
+            rows += measure(problem, options.seconds, options.seeds)
+    print(model_table(rows))
+    optima = [] if options.no_exact else against_the_optimum(options.seconds)
+    if optima:
+        print(optimum_text(optima))
+    if not options.no_write:
+        write(rows, optima, options.seconds)
+
+
+def measure(problem: Problem, seconds: float, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Each method on its own, and `auto`, once per seed (baselines are deterministic: once)."""
+    rows = []
+    for seed in seeds:
+        result = run(problem, placers.parse("auto"), Budget(seconds=seconds), seed=seed)
+        rows.append(_row(problem, "auto", seed, result.best, result.trials, result))
+        for method in result.methods:
+            if method.method == "local-search" or seed == seeds[0]:
+                rows.append(
+                    _row(problem, method.method, seed, method.best, method.trials, result)
+                    | {"search_seconds": round(method.seconds, 2)}
+                )
+        print(f"{problem.graph.name} {problem.cluster.name} seed {seed}: {result.step_seconds:.4f}")
+    return rows
+
+
+def _row(
+    problem: Problem, method: str, seed: int, best: Trial | None, trials: int, result: Result
+) -> dict[str, Any]:
+    ok = best is not None and best.measurement.ok
+    return {
+        "model": problem.graph.name,
+        "cluster": problem.cluster.name,
+        "groups": problem.num_groups,
+        "method": method,
+        "seed": seed,
+        "step_seconds": best.measurement.mean_seconds if best is not None and ok else "",
+        "outcome": best.measurement.outcome.value if best is not None else "nothing proposed",
+        "peak_gb": " ".join(f"{b / 1e9:.2f}" for b in best.measurement.peak_bytes) if best else "",
+        "trials": trials,
+        "search_seconds": round(result.seconds, 2),
+        "lower_bound_seconds": result.lower_bound_seconds,
+    }
+
+
+def against_the_optimum(seconds: float) -> list[dict[str, Any]]:
+    """`auto` on problems small enough to try every placement. The optimum is the simulator's own.
+
+    `auto` runs without `exact`, which would try every placement too.
+    """
+    methods = [name for name in placers.AUTO if name != "exact"]
+    rows = []
+    for seed in range(20):
+        problem = random_problem(seed)
+        every = [Placement.of(problem, devices) for devices in every_placement(problem)]
+        best = min(m.mean_seconds for m in SimulatedEvaluator(problem).evaluate(every))
+        trials = max(50, len(every) // 10)
+        result = run(problem, methods, Budget(trials=trials), seed=seed)
+        rows.append(
+            {
+                "seed": seed,
+                "ops": problem.graph.num_ops,
+                "groups": problem.num_groups,
+                "devices": problem.num_devices,
+                "placements": len(every),
+                "trials": result.trials,
+                "optimum_seconds": best,
+                "auto_seconds": result.step_seconds,
+                "excess_percent": round(100 * (result.step_seconds / best - 1), 3),
+            }
+        )
+    return rows
+
+
+def model_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table: methods down, models and clusters across, mean over seeds."""
+    cases = list(dict.fromkeys((r["model"], r["cluster"]) for r in rows))
+    methods = [*dict.fromkeys(r["method"] for r in rows if r["method"] != "auto"), "auto"]
+    lines = [
+        "| method | " + " | ".join(f"{model} {cluster}" for model, cluster in cases) + " |",
+        "|---|" + "---:|" * len(cases),
+    ]
+    for method in methods:
+        cells = []
+        for case in cases:
+            mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["method"] == method]
+            times = [r["step_seconds"] for r in mine if r["step_seconds"] != ""]
+            if not times:
+                cells.append(mine[0]["outcome"] if mine else "")
+            elif len(times) == 1:
+                cells.append(f"{times[0]:.3f}")
+            else:
+                cells.append(f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    bounds = [
+        next(r["lower_bound_seconds"] for r in rows if (r["model"], r["cluster"]) == case)
+        for case in cases
+    ]
+    lines.append("| lower bound | " + " | ".join(f"{bound:.3f}" for bound in bounds) + " |")
+    gains = []
+    for case in cases:
+        mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["step_seconds"] != ""]
+        others = [r["step_seconds"] for r in mine if r["method"] in BASELINES]
+        auto = statistics.fmean(r["step_seconds"] for r in mine if r["method"] == "auto")
+        gains.append(f"{100 * (min(others) / auto - 1):.0f}%" if others else "")
+    lines.append("| auto faster than the best of expert, scotch, mincut by | " + " | ".join(gains) + " |")
+    return "\n".join(lines)
+
+
+def optimum_text(optima: Sequence[dict[str, Any]]) -> str:
+    worst = max(row["excess_percent"] for row in optima)
+    exact = sum(row["excess_percent"] == 0 for row in optima)
+    return (
+        f"On {len(optima)} random problems small enough to try every placement, `auto` (without "
+        f"`exact`, trying a tenth of them) found the optimum in {exact}; the worst was "
+        f"{worst:.2f}% above."
+    )
+
+
+def write(
+    rows: Sequence[dict[str, Any]], optima: Sequence[dict[str, Any]], seconds: float
+) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name, table in (("placers.csv", rows), ("exact.csv", optima)):
+        if table:
+            with (RESULTS / name).open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(table[0]))
+                writer.writeheader()
+                writer.writerows(table)
+    text = [
+        "# Placers on the benchmark models",
+        "",
+        "Simulated seconds per training step (roofline costs); mean over seeds, with the range.",
+        f"`auto` had {seconds:g} s for everything; the baselines are its first stages.",
+        "",
+        model_table(rows),
+        "",
+        *([optimum_text(optima), ""] if optima else []),
+        f"Made by `python {' '.join(['benchmarks/placers.py', *sys.argv[1:]])}` with placewright "
+        f"{VERSION}, Python {platform.python_version()}, on {hardware()}.",
+    ]
+    (RESULTS / "README.md").write_text("\n".join(text) + "\n")
+
+
+def hardware() -> str:
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
+    parser.add_argument("--clusters", nargs="+", default=["k80x2", "k80x4"])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--no-exact", action="store_true")
+    parser.add_argument("--no-write", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Evaluators turn placements into measurements."""

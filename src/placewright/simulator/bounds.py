@@ -1,0 +1,249 @@
+"""Step times that no placement can beat, and proofs that none fits into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
+from placewright.problem import Problem
+from placewright.simulator.flow import Flow
+from placewright.simulator.kernel import compiled
+
+_ITERATIONS = 300
+_MOMENTS = 64
+"""How many ops are tried as the moment at which most memory is needed."""
+_ROUNDING = 1e-9
+"""Sums of costs are rounded in another order than the simulator's; by less than this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBounds:
+    """Bounds on what the simulator returns for any placement that fits into memory."""
+
+    critical_path_seconds: float
+    """The longest chain of ops, each on its fastest device, without transfers."""
+    work_seconds: float
+    """All work, spread over all devices as well as fractions of groups allow."""
+    memory_seconds: float
+    """The same where no device may hold more than its memory at the moment that needs most;
+    infinite where nothing fits."""
+    forced_out_of_memory: str | None = None
+    """Why no placement can fit, where that can be told."""
+
+    @property
+    def best(self) -> float:
+        return max(self.critical_path_seconds, self.work_seconds, self.memory_seconds)
+
+
+def lower_bounds(problem: Problem) -> LowerBounds:
+    flow = Flow.of(problem.graph)
+    path_seconds, path = _critical_path(problem, flow)
+    needs, moment = _most_memory(problem, flow, path)
+    least = np.maximum(needs, _needs_alone(problem, flow))
+    memory_bytes = np.array([device.memory_bytes for device in problem.cluster.devices])
+    fits = problem.allowed & (least[:, np.newaxis] <= memory_bytes)
+    reason = _why_nothing_fits(problem, needs, moment, least)
+    work = _balanced(problem, problem.allowed, None)
+    memory = np.inf if reason else max(work, _balanced(problem, fits, needs))
+    if reason is None and memory > _longest_step(problem, flow):
+        # The dual of a problem without solution grows without end.
+        reason = "no split of the groups over the devices keeps all of them within their memory"
+        memory = np.inf
+    return LowerBounds(
+        critical_path_seconds=path_seconds,
+        work_seconds=work,
+        memory_seconds=memory,
+        forced_out_of_memory=reason,
+    )
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def _critical_path(problem: Problem, flow: Flow) -> tuple[float, list[int]]:
+    """Its length and its ops."""
+    allowed = problem.allowed.T[:, problem.grouping.group_of]
+    fastest = np.where(allowed, problem.op_seconds, np.inf).min(axis=0)
+    end, before = _longest_paths(flow.use_producer, flow.use_op, fastest)
+    op = int(np.argmax(end))
+    path = [op]
+    while before[op] >= 0:
+        op = int(before[op])
+        path.append(op)
+    return float(end.max()), path[::-1]
+
+
+@compiled
+def _longest_paths(
+    producer: IndexArray, user: IndexArray, seconds: FloatArray
+) -> tuple[FloatArray, IntArray]:
+    """When each op can end at the earliest, and the op that it waits for last."""
+    begin = np.zeros(seconds.size)
+    before = np.full(seconds.size, -1)
+    # Uses are sorted by producer, and producers come before those that wait for them.
+    for i in range(producer.size):
+        end = begin[producer[i]] + seconds[producer[i]]
+        if before[user[i]] < 0 or end > begin[user[i]]:
+            begin[user[i]] = end
+            before[user[i]] = producer[i]
+    return begin + seconds, before
+
+
+def _balanced(problem: Problem, allowed: BoolArray, needs: FloatArray | None) -> float:
+    """Least time in which fractions of the groups can be worked off, `needs` fitting into memory.
+
+    By linear programming duality: for any prices w of a second on each device that add up to 1, and
+    any prices m of a byte,
+
+        sum over groups of min over devices (w * seconds / slots + m * bytes) - sum of m * memory
+
+    is a lower bound. Subgradient steps look for good prices. Devices of equal kind and memory have
+    equal prices.
+    """
+    if not allowed.any(axis=1).all():
+        return np.inf
+    devices = problem.cluster.devices
+    sets: dict[tuple[str, int, bytes], list[int]] = {}
+    for d, device in enumerate(devices):
+        key = (device.kind.name, device.memory_bytes, allowed[:, d].tobytes())
+        sets.setdefault(key, []).append(d)
+    one_of = [members[0] for members in sets.values()]
+    count = np.array([len(members) for members in sets.values()])
+    slots = np.array([devices[d].kind.slots for d in one_of])
+    memory = np.array([devices[d].memory_bytes for d in one_of], dtype=np.float64)
+
+    # [G, sets] work of a group, as a share of the set's time; the price is of the whole set.
+    usable = allowed[:, one_of]
+    seconds = np.where(usable, problem.group_seconds.T[:, one_of], 0.0) / (slots * count)
+    forbidden = np.where(usable, 0.0, np.inf)
+    unit = float(memory.sum())
+    share = np.zeros(len(seconds)) if needs is None else needs / unit
+    room = memory * count / unit
+
+    time_price = np.full(len(one_of), 1.0 / len(one_of))
+    byte_price = np.zeros(len(one_of))
+    best = 0.0
+    groups = np.arange(len(seconds))
+    for iteration in range(_ITERATIONS):
+        cost = time_price * seconds + byte_price * share[:, np.newaxis] + forbidden
+        choice = np.argmin(cost, axis=1)
+        value = float(cost[groups, choice].sum() - (byte_price * room).sum())
+        best = max(best, value)
+        load = np.bincount(choice, weights=seconds[groups, choice], minlength=len(one_of))
+        excess = np.bincount(choice, weights=share, minlength=len(one_of)) - room
+        step = 0.5 / np.sqrt(iteration + 1.0)
+        size = float(load.max() - load.min())
+        if size > 0:
+            time_price = _on_simplex(time_price + step * (load - load.mean()) / size)
+        if needs is not None:
+            byte_price = np.maximum(byte_price + step * max(best, 1e-12) * excess / room, 0.0)
+    return best * (1.0 - _ROUNDING)
+
+
+def _on_simplex(values: FloatArray) -> FloatArray:
+    """The nearest point whose parts are not negative and add up to 1."""
+    ordered = np.sort(values)[::-1]
+    excess = (np.cumsum(ordered) - 1.0) / np.arange(1, len(values) + 1)
+    shift = excess[np.flatnonzero(ordered > excess)[-1]]
+    return np.asarray(np.maximum(values - shift, 0.0), dtype=np.float64)
+
+
+def _longest_step(problem: Problem, flow: Flow) -> float:
+    """More than any placement can take: nothing at the same time as anything else."""
+    seconds = problem.op_seconds
+    work = np.where(np.isfinite(seconds), seconds, 0.0).max(axis=0).sum()
+    routes = problem.cluster.routes
+    sizes = np.append(problem.graph.tensor_bytes, 0)[flow.use_tensor].astype(np.float64)
+    latency = len(sizes) * routes.latency_seconds.max()
+    return float(work + latency + sizes.sum() * routes.seconds_per_byte.max())
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _most_memory(problem: Problem, flow: Flow, path: list[int]) -> tuple[FloatArray, int]:
+    """[G] bytes that each group's device must hold for it at one moment, and the op then running.
+
+    Any moment gives a valid bound; the ops of the critical path are tried, because most ops come
+    either before or after them.
+    """
+    best = (-1.0, np.zeros(problem.num_groups), path[0])
+    for i in np.unique(np.linspace(0, len(path) - 1, _MOMENTS).astype(int)):
+        needs = _needs_while(problem, flow, path[i])
+        if needs.sum() > best[0]:
+            best = (float(needs.sum()), needs, path[i])
+    return best[1], best[2]
+
+
+def _needs_while(problem: Problem, flow: Flow, op: int) -> FloatArray:
+    """[G] bytes each group's device must hold for it while `op` runs.
+
+    That is its variables, and what an op before `op` has made for one of the group behind it. The
+    memory is at least what it is on the device where it is made. A buffer that several groups wait
+    for is counted for one, since they may share a device.
+    """
+    needs = problem.group_resident_bytes.astype(np.float64)
+    earlier, later = _reach(flow.use_producer, flow.use_op, problem.graph.num_ops, op)
+    use_buffer = flow.use_buffer
+    across = (use_buffer >= 0) & earlier[flow.use_producer] & later[flow.use_op]
+    buffers, where = np.unique(use_buffer[across], return_index=True)
+    users = flow.use_op[across][where]
+    made = np.setdiff1d(np.flatnonzero(flow.buffer_op == op), buffers)
+    np.add.at(needs, problem.grouping.group_of[users], flow.home_bytes[buffers])
+    needs[problem.grouping.group_of[op]] += flow.home_bytes[made].sum()
+    return needs
+
+
+@compiled
+def _reach(
+    producer: IndexArray, user: IndexArray, num_ops: int, op: int
+) -> tuple[BoolArray, BoolArray]:
+    """Which ops end before `op` starts, whatever the placement, and which end with it or later."""
+    earlier = np.zeros(num_ops, np.bool_)
+    later = np.zeros(num_ops, np.bool_)
+    earlier[op] = later[op] = True
+    for i in range(producer.size):
+        later[user[i]] |= later[producer[i]]
+    for i in range(producer.size - 1, -1, -1):
+        earlier[producer[i]] |= earlier[user[i]]
+    earlier[op] = False
+    return earlier, later
+
+
+def _needs_alone(problem: Problem, flow: Flow) -> FloatArray:
+    """[G] bytes a device must have for the group's variables and the largest of its ops."""
+    use_buffer = flow.use_buffer
+    held = use_buffer >= 0
+    reads = np.stack([flow.use_op[held], use_buffer[held]])
+    makes = np.stack([flow.buffer_op, np.arange(len(flow.buffer_op))])
+    ops, buffers = np.unique(np.concatenate([reads, makes], axis=1), axis=1)
+    running = np.zeros(problem.graph.num_ops)
+    np.add.at(running, ops, flow.home_bytes[buffers])
+    largest = np.zeros(problem.num_groups)
+    np.maximum.at(largest, problem.grouping.group_of, running)
+    return problem.group_resident_bytes + largest
+
+
+def _why_nothing_fits(
+    problem: Problem, needs: FloatArray, moment: int, least: FloatArray
+) -> str | None:
+    memory = np.array([device.memory_bytes for device in problem.cluster.devices], dtype=np.float64)
+    total, resident = needs.sum(), problem.group_resident_bytes.sum()
+    if total > memory.sum():
+        return (
+            f"the model needs at least {total / 1e9:.1f} GB ({resident / 1e9:.1f} GB of variables "
+            f"and {(total - resident) / 1e9:.1f} GB of tensors alive while "
+            f"{problem.graph.op_names[moment]!r} runs), the devices have {memory.sum() / 1e9:.1f} "
+            "GB together"
+        )
+    room = np.where(problem.allowed, memory, 0.0).max(axis=1)
+    too_large = np.flatnonzero((least > room) & problem.allowed.any(axis=1))
+    if too_large.size:
+        group = int(too_large[np.argmax(least[too_large])])
+        return (
+            f"group {problem.grouping.names[group]!r} alone needs {least[group] / 1e9:.1f} GB, the "
+            f"largest device it can run on has {room[group] / 1e9:.1f} GB"
+        )
+    return None

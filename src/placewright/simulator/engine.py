@@ -1,0 +1,319 @@
+"""The simulator: how long a placement's step takes and how much memory it needs.
+
+Ops are given to the servers of their device in the order in which they become ready. What an op
+makes is sent once to every other device that needs it, over channels that carry one transfer at a
+time. Memory is held from the start of the op that makes it to the end of the last that uses it.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from placewright.errors import CostsError, ModelError, PlacementError
+from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.simulator.flow import Flow
+from placewright.simulator.kernel import (
+    BUFFER,
+    OP,
+    UINT,
+    USE,
+    Log,
+    Results,
+    Scratch,
+    Tables,
+    simulate,
+)
+
+if TYPE_CHECKING:
+    from placewright.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """What came of B placements on D devices."""
+
+    step_seconds: FloatArray
+    """[B] time of the last event; infinite where the placement cannot run. A placement that does
+    not fit into memory has the time it would take if it did."""
+    peak_bytes: IntArray
+    """[B, D] most memory in use on each device; 0 where the placement cannot run."""
+    failed_op: IndexArray
+    """[B] the first op that has no kernel on its device or may not be there, or -1."""
+    overflow_device: IndexArray
+    """[B] the device that first ran out of memory, or -1."""
+    overflow_tensors: IndexArray
+    """[B, 3] the largest tensors alive there at that moment, largest first, each by the tensor that
+    owns the memory; -1 where there are fewer."""
+    overflow_bytes: IntArray
+    """[B, 3] the memory each of them takes there."""
+
+    @property
+    def ok(self) -> BoolArray:
+        """[B] whether the placement runs and fits."""
+        return (self.failed_op < 0) & (self.overflow_device < 0)
+
+
+class Simulator:
+    """Simulates placements of one problem. May be shared by threads and sent to processes."""
+
+    def __init__(self, problem: Problem, *, threads: int | None = None) -> None:
+        self.problem = problem
+        self.threads = threads or int(cast(Any, numba).config.NUMBA_NUM_THREADS)
+        self.flow = Flow.of(problem.graph)
+        self._tables = _tables(problem, self.flow)
+        self._scratches: list[Scratch] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _simulator, (self.problem, self.threads)  # tables are quicker made than sent
+
+    def run(self, devices: npt.ArrayLike) -> Simulation:
+        """Simulates placements, given as rows of a [B, G] array.
+
+        The threads share the rows; the result does not depend on how many there are.
+        """
+        placements = self._checked(devices)
+        rows = np.arange(len(placements))
+        results = Results.of(len(placements), self.problem.num_devices)
+        threads = min(self.threads, len(rows))
+        if threads <= 1:
+            self._simulate(placements, rows, results)
+        else:
+            # numba's own parallel loops would do as well, but they abort the process when two
+            # threads start one or when it was forked. Several parts per thread even out slow rows.
+            parts = np.array_split(rows, min(4 * threads, len(rows)))
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda part: self._simulate(placements, part, results), parts))
+        failed_op = np.full(len(placements), -1, dtype=np.int32)
+        for row in np.flatnonzero(np.isinf(results.step_seconds)):
+            failed_op[row] = self._first_failing_op(placements[row])
+        tensor_of = np.append(self.flow.buffer_tensor, -1)
+        return Simulation(
+            step_seconds=results.step_seconds,
+            peak_bytes=results.peak_bytes,
+            failed_op=failed_op,
+            overflow_device=results.overflow_device,
+            overflow_tensors=tensor_of[results.overflow_buffers].astype(np.int32),
+            overflow_bytes=results.overflow_bytes,
+        )
+
+    def timeline(self, placement: Placement) -> Timeline:
+        """Everything that happens in one step, also where memory does not suffice.
+
+        Raises `PlacementError` for a placement that cannot run.
+        """
+        from placewright.simulator.timeline import build_timeline
+
+        placement.check(self.problem)
+        return build_timeline(self.problem, self.flow, placement, self.record(placement.devices))
+
+    def record(self, devices: IndexArray) -> Recording:
+        """Simulates one placement and keeps what the kernel knew on the way."""
+        placements = self._checked(devices[np.newaxis])
+        op = self._first_failing_op(placements[0])
+        if op >= 0:
+            device = int(placements[0, self.problem.grouping.group_of[op]])
+            raise PlacementError(why_not(self.problem, op, device))
+        results = Results.of(1, self.problem.num_devices)
+        log = Log.of(self._tables)
+        scratch = self._borrowed()
+        simulate(self._tables, scratch, placements, np.arange(1), results, log)
+        sent, changes = log.counts
+        recording = Recording(
+            step_seconds=float(results.step_seconds[0]),
+            peak_bytes=results.peak_bytes[0],
+            op_ready=log.op_ready,
+            op_start=log.op_start,
+            op_end=scratch.op_end[:-1].copy(),
+            op_server=log.op_server,
+            op_cause=log.op_cause,
+            op_before=log.op_before,
+            transfer_use=log.sent[:sent].astype(np.int64),
+            transfer_request=log.use_request[log.sent[:sent]],
+            transfer_start=log.use_start[log.sent[:sent]],
+            transfer_end=scratch.use_end[log.sent[:sent]],
+            change_seconds=log.change_seconds[:changes],
+            change_device=log.change_device[:changes],
+            change_buffer=log.change_buffer[:changes],
+            change_bytes=log.change_bytes[:changes],
+        )
+        self._scratches.append(scratch)
+        return recording
+
+    def _simulate(self, placements: IndexArray, rows: IntArray, results: Results) -> None:
+        scratch = self._borrowed()
+        simulate(self._tables, scratch, placements, rows, results, None)
+        # Kept for the next call: the system clears fresh memory page by page, which for a small
+        # batch takes as long as simulating it.
+        self._scratches.append(scratch)
+
+    def _borrowed(self) -> Scratch:
+        try:
+            return self._scratches.pop()
+        except IndexError:
+            return Scratch.of(self._tables)
+
+    def _checked(self, devices: npt.ArrayLike) -> IndexArray:
+        array = np.asarray(devices)
+        groups = self.problem.num_groups
+        if array.ndim != 2 or array.shape[1] != groups or array.dtype.kind not in "iu":
+            raise PlacementError(
+                f"expected placements as whole numbers of shape [any, {groups} groups], "
+                f"not {array.dtype} of shape {list(array.shape)}"
+            )
+        if array.size and not (array.min() >= 0 and array.max() < self.problem.num_devices):
+            raise PlacementError(
+                f"placements use device numbers {array.min()} to {array.max()}, cluster "
+                f"{self.problem.cluster.name!r} has {self.problem.num_devices} devices"
+            )
+        return np.ascontiguousarray(array, dtype=np.int32)
+
+    def _first_failing_op(self, devices: IndexArray) -> int:
+        group_of = self.problem.grouping.group_of
+        seconds = self.problem.op_seconds[devices[group_of], np.arange(len(group_of))]
+        failing = np.flatnonzero(np.isinf(seconds))
+        if not failing.size:
+            failing = np.flatnonzero(~self.problem.allowed[group_of, devices[group_of]])
+        return int(failing[0]) if failing.size else -1
+
+
+def _simulator(problem: Problem, threads: int) -> Simulator:
+    return Simulator(problem, threads=threads)
+
+
+def why_not(problem: Problem, op: int, device: int) -> str:
+    """Why a placement that puts this op on this device does not run."""
+    graph, grouping = problem.graph, problem.grouping
+    name = problem.cluster.device_names[device]
+    missing = np.isinf(problem.op_seconds[device, op])
+    reason = f"has no kernel for {name}" if missing else f"is kept off {name} by a constraint"
+    return (
+        f"op {graph.op_names[op]!r} ({graph.op_types[op]}) of group "
+        f"{grouping.names[grouping.group_of[op]]!r} {reason}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording:
+    """What happened in one step, as the kernel saw it. N ops, M transfers, L changes of memory."""
+
+    step_seconds: float
+    peak_bytes: IntArray
+    """[D]"""
+    op_ready: FloatArray
+    """[N] when the last thing it waited for was there."""
+    op_start: FloatArray
+    op_end: FloatArray
+    op_server: IndexArray
+    """[N] server it ran on, counted over all devices."""
+    op_cause: IntArray
+    """[N] what made it ready: op i as i, the transfer for use u as N + u, nothing as -1."""
+    op_before: IntArray
+    """[N] the op before it on its server, N for the first."""
+    transfer_use: IntArray
+    """[M] the first use each transfer serves, in the order they were asked for."""
+    transfer_request: FloatArray
+    transfer_start: FloatArray
+    transfer_end: FloatArray
+    change_seconds: FloatArray
+    """[L]"""
+    change_device: IndexArray
+    change_buffer: IndexArray
+    change_bytes: IntArray
+    """[L] negative where memory is freed."""
+
+
+def _tables(problem: Problem, flow: Flow) -> Tables:
+    graph, cluster = problem.graph, problem.cluster
+    nothing = len(flow.buffer_tensor)
+    use_buffer = np.where(flow.use_buffer < 0, nothing, flow.use_buffer).astype(np.int64)
+
+    # Holds as numbers (op, buffer) that sort by op.
+    scale = np.int64(nothing + 1)
+    inputs = flow.use_op * scale + use_buffer
+    inputs = inputs[use_buffer < nothing]
+    sized = flow.tensor_buffer >= 0
+    made = np.unique(graph.tensor_producer[sized] * scale + flow.tensor_buffer[sized])
+    # An op that passes its input on holds it as an input until it ends; no need to do so twice.
+    own = made[~np.isin(made, inputs)]
+    released = np.sort(np.concatenate([inputs, own]))
+
+    waits_for = np.bincount(flow.use_op, minlength=graph.num_ops)
+    edges = np.arange(graph.num_ops + 1)
+    ops = np.zeros(graph.num_ops + 1, dtype=OP)
+    ops["uses"] = np.searchsorted(flow.use_producer, edges)
+    ops["own"] = np.searchsorted(own // scale, edges)
+    ops["released"] = np.searchsorted(released // scale, edges)
+    ops["waits_for"][:-1] = waits_for
+
+    uses = np.zeros(len(flow.use_op), dtype=USE)
+    uses["op"] = flow.use_op
+    uses["buffer"] = use_buffer
+    uses["producer"] = flow.use_producer
+    uses["first"] = flow.use_first
+    uses["bytes"] = np.append(graph.tensor_bytes, 0)[flow.use_tensor]  # 0 for -1, a completion
+
+    buffers = np.zeros(nothing + 1, dtype=BUFFER)
+    buffers["home_bytes"][:-1] = flow.home_bytes
+    buffers["copy_bytes"][:-1] = flow.copy_bytes
+    buffers["op"][:-1] = flow.buffer_op
+
+    slots = [device.kind.slots for device in cluster.devices]
+    owners = np.flatnonzero(graph.resident_bytes)
+    tables = Tables(
+        allowed=np.ascontiguousarray(problem.allowed),
+        group_of=problem.grouping.group_of.astype(UINT),
+        seconds=problem.costs.op_seconds.T.ravel(),
+        kind_of=cluster.kind_of_device.astype(UINT),
+        ops=ops,
+        uses=uses,
+        buffers=buffers,
+        own=(own % scale).astype(UINT),
+        released=(released % scale).astype(UINT),
+        owners=owners.astype(UINT),
+        resident_bytes=graph.resident_bytes[owners],
+        sources=np.flatnonzero(waits_for == 0).astype(UINT),
+        first_server=np.cumsum([0, *slots]).astype(UINT),
+        server_device=np.repeat(np.arange(len(slots)), slots).astype(UINT),
+        routes=_padded_routes(problem, first_queue=sum(slots)),
+        latency=cluster.routes.latency_seconds.ravel(),
+        per_byte=cluster.routes.seconds_per_byte.ravel(),
+        memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
+        num_queues=sum(slots) + len(cluster.routes.channel_names),
+    )
+    _check_magnitudes(tables)
+    return tables
+
+
+def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]:
+    offsets, channels = problem.cluster.routes.offsets, problem.cluster.routes.channels
+    hops = max(1, int(np.diff(offsets).max()))
+    routes = np.zeros((len(offsets) - 1, hops), dtype=UINT)
+    for route in np.flatnonzero(np.diff(offsets)):
+        part = channels[offsets[route] : offsets[route + 1]]
+        routes[route] = part[0]
+        routes[route, : len(part)] = part
+    return (routes + first_queue).astype(UINT).ravel()
+
+
+def _check_magnitudes(tables: Tables) -> None:
+    """The kernel counts bytes in 64 bits and takes an infinite time for an empty queue."""
+    copies = len(tables.memory)
+    sizes = np.maximum(tables.buffers["home_bytes"], tables.buffers["copy_bytes"])
+    total = sum(tables.resident_bytes.tolist()) + copies * sum(sizes.tolist())
+    if total >= 2**63:
+        raise ModelError(f"the model's tensors take up to {total:.3g} bytes, more than fit 64 bits")
+    transfers = copies * (
+        len(tables.uses) * tables.latency.max() + tables.uses["bytes"].sum() * tables.per_byte.max()
+    )
+    seconds = tables.seconds.reshape(len(tables.group_of), -1)
+    longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum() + transfers
+    if not np.isfinite(longest):
+        raise CostsError("the costs add up to more seconds than a number can hold")

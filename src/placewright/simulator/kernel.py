@@ -1,0 +1,512 @@
+"""The event loop, compiled by numba, and the tables it works on.
+
+It needs no priority queue: ops end on a server in the order they were given to it, and transfers
+arrive on a channel in the order they were asked for, so the next event is always the least of the
+queues' heads. Ties go to the lower queue, and servers come before channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import numba
+import numpy as np
+
+from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
+
+LARGEST = 3
+"""How many of the largest live tensors are named when a device runs out of memory."""
+
+# numba's arithmetic differs from NumPy's and from Python's, so the type checker would be wrong
+# about the kernel; these say what the arrays are. Indices are unsigned because numba then leaves
+# out the code for negative ones, which takes a fifth of the time.
+Records: TypeAlias = Any
+"""A structured array: what is used together lies in one cache line."""
+Uints: TypeAlias = Any
+Ints: TypeAlias = Any
+Floats: TypeAlias = Any
+
+UINT = np.uint32
+
+OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT), ("waits_for", UINT)], align=True)
+"""Where the op's part of `uses`, `own` and `released` begins and that of the op before ends; how
+many uses it waits for."""
+USE = np.dtype(
+    [
+        ("op", UINT),
+        ("buffer", UINT),
+        ("producer", UINT),
+        ("first", UINT),
+        ("bytes", np.float64),
+    ],
+    align=True,
+)
+"""As in `Flow`, and what a transfer moves."""
+BUFFER = np.dtype([("home_bytes", np.int64), ("copy_bytes", np.int64), ("op", UINT)], align=True)
+STATE = np.dtype([("device", UINT), ("waits_for", UINT)], align=True)
+
+
+class Tables(NamedTuple):
+    """N ops, E uses, B buffers, D devices, S servers, Q queues: of servers, then of channels."""
+
+    allowed: BoolArray
+    """[G, D]"""
+    group_of: Uints
+    """[N]"""
+    seconds: Floats
+    """[N * kinds] of each op on each kind of device."""
+    kind_of: Uints
+    """[D]"""
+    ops: Records
+    """[N + 1] of `OP`."""
+    uses: Records
+    """[E] of `USE`."""
+    buffers: Records
+    """[B + 1] of `BUFFER`; the last stands for what takes no memory, so that the kernel need not
+    ask."""
+    own: Uints
+    """Buffers that ops hold from their start."""
+    released: Uints
+    """Buffers that ops let go of at their end, once per hold."""
+    owners: Uints
+    """Ops with memory that stays for the whole step."""
+    resident_bytes: Ints
+    """Of each of these."""
+    sources: Uints
+    """Ops that wait for nothing."""
+    first_server: Uints
+    """[D + 1]"""
+    server_device: Uints
+    """[S]"""
+    routes: Uints
+    """[D * D * hops] queues of the channels from one device to another. Shorter routes repeat
+    their first channel, which changes nothing and makes all equally long."""
+    latency: Floats
+    """[D * D] seconds"""
+    per_byte: Floats
+    """[D * D] seconds"""
+    memory: Ints
+    """[D] bytes"""
+    num_queues: int
+
+
+class Scratch(NamedTuple):
+    """Working memory for one placement at a time."""
+
+    state: Records
+    """[N] of `STATE`."""
+    holders: Ints
+    """[(B + 1) * D] how many hold each buffer on each device; all 0 after a placement."""
+    used: Ints
+    """[D] bytes"""
+    peak: Ints
+    """[D] bytes"""
+    limit: Ints
+    """[D] bytes; without limit once a device has run out."""
+    free_at: Floats
+    """[Q] when the last in each queue ends."""
+    head_end: Floats
+    """[Q] when the first in each queue ends; infinite for an empty queue."""
+    head: Uints
+    """[Q] the first in each queue. A transfer goes by the number of the first use it serves."""
+    tail: Uints
+    """[Q] the last."""
+    next_op: Uints
+    """[N + 1] the op behind each one in its server's queue."""
+    op_end: Floats
+    """[N + 1]"""
+    next_use: Uints
+    """[E + 1] the transfer behind each one in its channel's queue."""
+    use_end: Floats
+    """[E + 1]"""
+    same_way: Uints
+    """[E] the next use that the same transfer serves, E after the last."""
+    latest: Uints
+    """[D] the use on each device that was last looked at."""
+    ready: Uints
+    """[N + 1] ops that the current event made ready."""
+
+    @staticmethod
+    def of(tables: Tables) -> Scratch:
+        ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
+        queues = tables.num_queues
+        return Scratch(
+            state=np.zeros(ops, dtype=STATE),
+            holders=np.zeros(len(tables.buffers) * devices, dtype=np.int32),
+            used=np.zeros(devices, dtype=np.int64),
+            peak=np.zeros(devices, dtype=np.int64),
+            limit=np.zeros(devices, dtype=np.int64),
+            free_at=np.zeros(queues),
+            head_end=np.zeros(queues),
+            head=np.zeros(queues, dtype=UINT),
+            tail=np.zeros(queues, dtype=UINT),
+            next_op=np.zeros(ops + 1, dtype=UINT),
+            op_end=np.zeros(ops + 1),
+            next_use=np.zeros(uses + 1, dtype=UINT),
+            use_end=np.zeros(uses + 1),
+            same_way=np.zeros(uses + 1, dtype=UINT),
+            latest=np.zeros(devices, dtype=UINT),
+            ready=np.zeros(ops + 1, dtype=UINT),
+        )
+
+
+class Results(NamedTuple):
+    """As in `Simulation`, but with numbers of buffers."""
+
+    step_seconds: FloatArray
+    peak_bytes: IntArray
+    overflow_device: IndexArray
+    overflow_buffers: IndexArray
+    overflow_bytes: IntArray
+
+    @staticmethod
+    def of(placements: int, devices: int) -> Results:
+        return Results(
+            step_seconds=np.full(placements, np.inf),
+            peak_bytes=np.zeros((placements, devices), dtype=np.int64),
+            overflow_device=np.full(placements, -1, dtype=np.int32),
+            overflow_buffers=np.full((placements, LARGEST), -1, dtype=np.int32),
+            overflow_bytes=np.zeros((placements, LARGEST), dtype=np.int64),
+        )
+
+
+class Log(NamedTuple):
+    """As in `Recording`, but transfers by use."""
+
+    op_ready: FloatArray
+    op_start: FloatArray
+    op_server: IndexArray
+    op_cause: IntArray
+    op_before: IntArray
+    sent: Uints
+    use_request: FloatArray
+    use_start: FloatArray
+    change_seconds: FloatArray
+    change_device: IndexArray
+    change_buffer: IndexArray
+    change_bytes: IntArray
+    counts: IntArray
+    """Transfers in `sent`, changes of memory."""
+
+    @staticmethod
+    def of(tables: Tables) -> Log:
+        ops, uses = len(tables.group_of), len(tables.uses)
+        changes = 2 * (len(tables.own) + uses)  # whatever can allocate, and as many frees
+        return Log(
+            op_ready=np.zeros(ops),
+            op_start=np.zeros(ops),
+            op_server=np.zeros(ops, dtype=np.int32),
+            op_cause=np.zeros(ops, dtype=np.int64),
+            op_before=np.zeros(ops, dtype=np.int64),
+            sent=np.zeros(uses, dtype=UINT),
+            use_request=np.zeros(uses),
+            use_start=np.zeros(uses),
+            change_seconds=np.zeros(changes),
+            change_device=np.zeros(changes, dtype=np.int32),
+            change_buffer=np.zeros(changes, dtype=np.int32),
+            change_bytes=np.zeros(changes, dtype=np.int64),
+            counts=np.zeros(2, dtype=np.int64),
+        )
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    try:
+        return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # no folder can be written to: compile in every process instead
+        return cast(_Function, numba.njit(nogil=True)(function))
+
+
+_NO_LIMIT = np.int64(2**63 - 1)
+_INFINITY_BITS = np.array([np.inf]).view(np.int64)[0]
+
+
+class _Memory(NamedTuple):
+    """The arrays that memory is counted in."""
+
+    buffers: Records
+    state: Records
+    holders: Ints
+    used: Ints
+    peak: Ints
+    limit: Ints
+
+
+@compiled
+def simulate(
+    tables: Tables,
+    scratch: Scratch,
+    placements: IndexArray,
+    rows: IntArray,
+    results: Results,
+    log: Log | None,
+) -> None:
+    """Simulates these rows of `placements` and fills in these rows of `results`.
+
+    numba compiles it twice: without a log, and with one for timelines.
+    """
+    allowed = tables.allowed
+    ops, uses, seconds, kind_of = tables.ops, tables.uses, tables.seconds, tables.kind_of
+    group_of, own, released = tables.group_of, tables.own, tables.released
+    first_server, server_device = tables.first_server, tables.server_device
+    routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
+    state, holders, limit = scratch.state, scratch.holders, scratch.limit
+    free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
+    next_op, op_end = scratch.next_op, scratch.op_end
+    next_use, use_end = scratch.next_use, scratch.use_end
+    same_way, latest, ready = scratch.same_way, scratch.latest, scratch.ready
+    overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
+    memory = _Memory(tables.buffers, state, holders, scratch.used, scratch.peak, limit)
+    # Times are never negative, so they compare like their bits, which takes half the time.
+    head_bits = head_end.view(np.int64)
+
+    num_ops = UINT(group_of.size)
+    num_uses = UINT(uses.size)
+    num_devices = UINT(limit.size)
+    num_servers = UINT(server_device.size)
+    num_queues = UINT(tables.num_queues)
+    num_kinds = UINT(seconds.size // group_of.size)
+    hops = UINT(routes.size // latency.size)
+
+    for row in rows:
+        runs = True
+        for group in range(allowed.shape[0]):
+            runs &= allowed[group, UINT(placements[row, group])]
+        if not runs:
+            continue
+        for op in range(num_ops):
+            state[op].device = placements[row, group_of[op]]
+            state[op].waits_for = ops[op].waits_for
+        overflow = _reset_memory(tables, memory)
+        latest[:] = num_uses
+        free_at[:] = 0.0
+        head_end[:] = np.inf
+        tail[:num_servers] = num_ops
+        tail[num_servers:] = num_uses
+        now = 0.0
+        cause = np.int64(-1)
+        num_ready = UINT(tables.sources.size)
+        ready[:num_ready] = tables.sources
+
+        while True:
+            # Each ready op goes to the server of its device that is free first.
+            for i in range(num_ready):
+                op = ready[i]
+                device = state[op].device
+                server = first_server[device]
+                for other in range(server + 1, first_server[device + 1]):
+                    if free_at[other] < free_at[server]:
+                        server = UINT(other)
+                start = max(now, free_at[server])
+                end = start + seconds[op * num_kinds + kind_of[device]]
+                if log is not None:
+                    log.op_ready[op] = now
+                    log.op_start[op] = start
+                    log.op_server[op] = server
+                    log.op_cause[op] = cause
+                    log.op_before[op] = tail[server]
+                free_at[server] = end
+                op_end[op] = end
+                next_op[tail[server]] = op
+                tail[server] = op
+                if head_end[server] == np.inf:
+                    head[server] = op
+                    head_end[server] = end
+                    for j in range(ops[op].own, ops[op + 1].own):
+                        overflow |= _hold(memory, own[j], device, num_devices, now, log)
+
+            # All that an event frees on a device is freed before it allocates anything there, so
+            # looking after the event misses nothing.
+            if overflow:
+                device = _over_limit(memory)
+                results.overflow_device[row] = device
+                _find_largest(memory, device, overflow_buffers[row], overflow_bytes[row])
+                limit[:] = _NO_LIMIT
+                overflow = False
+
+            queue = UINT(0)
+            least = head_bits[0]
+            for other in range(1, num_queues):
+                bits = head_bits[other]
+                less = bits < least
+                least = bits if less else least
+                queue = UINT(other) if less else queue
+            if least == _INFINITY_BITS:
+                break
+            now = head_end[queue]
+            num_ready = UINT(0)
+
+            if queue < num_servers:  # an op ends
+                op = head[queue]
+                device = server_device[queue]
+                cause = np.int64(op)
+                for use in range(ops[op].uses, ops[op + 1].uses):
+                    user = uses[use].op
+                    buffer = uses[use].buffer
+                    target = state[user].device
+                    if target == device:
+                        holders[buffer * num_devices + device] += 1
+                        waits_for = state[user].waits_for - 1
+                        state[user].waits_for = waits_for
+                        ready[num_ready] = user
+                        num_ready = UINT(num_ready + (waits_for == 0))
+                        continue
+                    same_way[use] = num_uses
+                    before = latest[target]
+                    latest[target] = use
+                    # first <= before < use, asked in one: the same thing is already on its way.
+                    if UINT(before - uses[use].first) < UINT(use - uses[use].first):
+                        same_way[before] = use
+                        holders[buffer * num_devices + target] += 1
+                        continue
+                    route = device * num_devices + target
+                    start = now
+                    for j in range(hops):
+                        start = max(start, free_at[routes[route * hops + j]])
+                    end = start + latency[route] + uses[use].bytes * per_byte[route]
+                    for j in range(hops):
+                        free_at[routes[route * hops + j]] = end
+                    if log is not None:
+                        log.sent[log.counts[0]] = use
+                        log.counts[0] += 1
+                        log.use_request[use] = now
+                        log.use_start[use] = start
+                    channel = routes[route * hops]
+                    head[channel] = use if head_end[channel] == np.inf else head[channel]
+                    head_end[channel] = min(end, head_end[channel])
+                    use_end[use] = end
+                    next_use[tail[channel]] = use
+                    tail[channel] = use
+                    holders[buffer * num_devices + device] += 1  # until it has arrived
+                    overflow |= _hold(memory, buffer, target, num_devices, now, log)
+                for j in range(ops[op].released, ops[op + 1].released):
+                    _release(memory, released[j], device, num_devices, now, log)
+                following = next_op[op]
+                last = op == tail[queue]
+                head[queue] = following
+                head_end[queue] = np.inf if last else op_end[following]
+                if not last:
+                    for j in range(ops[following].own, ops[following + 1].own):
+                        overflow |= _hold(memory, own[j], device, num_devices, now, log)
+                for i in range(1, num_ready):  # by insertion: there is mostly one, or none
+                    op = ready[i]
+                    j = i
+                    while j > 0 and ready[j - 1] > op:
+                        ready[j] = ready[j - 1]
+                        j -= 1
+                    ready[j] = op
+            else:  # a transfer arrives
+                use = head[queue]
+                cause = np.int64(num_ops) + use
+                following = next_use[use]
+                last = use == tail[queue]
+                head[queue] = following
+                head_end[queue] = np.inf if last else use_end[following]
+                served = use
+                while served != num_uses:
+                    user = uses[served].op
+                    waits_for = state[user].waits_for - 1
+                    state[user].waits_for = waits_for
+                    ready[num_ready] = user
+                    num_ready = UINT(num_ready + (waits_for == 0))
+                    served = same_way[served]
+                device = state[uses[use].producer].device
+                _release(memory, uses[use].buffer, device, num_devices, now, log)
+
+        results.step_seconds[row] = now
+        results.peak_bytes[row] = memory.peak
+
+
+@compiled
+def _reset_memory(tables: Tables, memory: _Memory) -> bool:
+    """Leaves only what stays for the whole step; says whether that is too much somewhere."""
+    memory.used[:] = 0
+    for i in range(tables.owners.size):
+        memory.used[memory.state[tables.owners[i]].device] += tables.resident_bytes[i]
+    memory.peak[:] = memory.used
+    memory.limit[:] = tables.memory
+    memory.holders[(memory.buffers.size - 1) * memory.used.size :] = 0
+    return _over_limit(memory) >= 0
+
+
+@compiled
+def _hold(
+    memory: _Memory, buffer: Any, device: Any, num_devices: Any, now: float, log: Any
+) -> bool:
+    """Adds a holder, and allocates for the first; says whether that is too much."""
+    buffers, state, holders = memory.buffers, memory.state, memory.holders
+    used, peak = memory.used, memory.peak
+    before = holders[buffer * num_devices + device]
+    holders[buffer * num_devices + device] = before + 1
+    # Written so that there is nothing to branch on: the processor would often guess wrong.
+    home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
+    size = home if state[buffers[buffer].op].device == device else copy
+    size = size if before == 0 else 0
+    total = used[device] + size
+    used[device] = total
+    peak[device] = max(peak[device], total)
+    if log is not None:
+        _log_change(log, now, device, buffer, size)
+    return total > memory.limit[device]  # type: ignore[no-any-return]
+
+
+@compiled
+def _release(
+    memory: _Memory, buffer: Any, device: Any, num_devices: Any, now: float, log: Any
+) -> None:
+    """Removes a holder, and frees after the last."""
+    buffers, state, holders, used = memory.buffers, memory.state, memory.holders, memory.used
+    left = holders[buffer * num_devices + device] - 1
+    holders[buffer * num_devices + device] = left
+    home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
+    size = home if state[buffers[buffer].op].device == device else copy
+    size = size if left == 0 else 0
+    used[device] -= size
+    if log is not None:
+        _log_change(log, now, device, buffer, -size)
+
+
+@compiled
+def _log_change(log: Log, now: float, device: Any, buffer: Any, change: Any) -> None:
+    if change != 0:
+        i = log.counts[1]
+        log.counts[1] = i + 1
+        log.change_seconds[i] = now
+        log.change_device[i] = device
+        log.change_buffer[i] = buffer
+        log.change_bytes[i] = change
+
+
+@compiled
+def _over_limit(memory: _Memory) -> int:
+    """The first device that uses too much, or -1."""
+    for device in range(memory.used.size):
+        if memory.used[device] > memory.limit[device]:
+            return device
+    return -1
+
+
+@compiled
+def _find_largest(memory: _Memory, device: int, largest: Ints, sizes: Ints) -> None:
+    """Fills in the largest live buffers on a device; the lower number goes first among equals."""
+    buffers, state = memory.buffers, memory.state
+    num_devices = memory.used.size
+    for buffer in range(buffers.size - 1):
+        if memory.holders[buffer * num_devices + device] == 0:
+            continue
+        home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
+        size = home if state[buffers[buffer].op].device == device else copy
+        place = LARGEST
+        while place > 0 and size > sizes[place - 1]:
+            place -= 1
+        for i in range(LARGEST - 1, place, -1):
+            largest[i] = largest[i - 1]
+            sizes[i] = sizes[i - 1]
+        if place < LARGEST:
+            largest[place] = buffer
+            sizes[place] = size

@@ -1,0 +1,351 @@
+"""What happens when in one simulated step: schedule, memory, critical path, Chrome trace."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from placewright.graph import FloatArray, IndexArray, IntArray, frozen
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.simulator.engine import Recording
+from placewright.simulator.flow import Flow
+
+
+class Delay(enum.Enum):
+    """Why an op or a transfer did not start earlier."""
+
+    NOTHING = "nothing"
+    """It started with the step."""
+    INPUT = "input"
+    """What it needs was not there before."""
+    DEVICE = "device"
+    """The device was busy with the op before."""
+    CHANNEL = "channel"
+    """A channel on its route was busy with another transfer."""
+
+
+class PathEntry(NamedTuple):
+    """An op or a transfer on the critical path."""
+
+    op: int
+    """The op; for a transfer, the op whose result is sent."""
+    transfer: int | None
+    """Number of the transfer, None for an op."""
+    start: float
+    end: float
+    delay: Delay
+    """Why it did not start earlier: what it waited for is the entry before."""
+
+
+class LiveTensor(NamedTuple):
+    tensor: int
+    """The tensor that owns the memory."""
+    bytes: int
+
+
+class MemoryCurve(NamedTuple):
+    """Memory of one device over time: `bytes[i]` from `seconds[i]` until `seconds[i + 1]`.
+
+    Several points can have the same time; what is freed and taken in one moment is told apart.
+    """
+
+    seconds: FloatArray
+    bytes: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Transfers:
+    """M transfers, in the order they were asked for."""
+
+    tensor: IndexArray
+    """[M] what is sent, -1 for the mere completion of an op."""
+    producer: IndexArray
+    """[M] the op that made it."""
+    source: IndexArray
+    """[M] device"""
+    target: IndexArray
+    """[M] device"""
+    bytes: IntArray
+    request: FloatArray
+    """[M] when the op had made it."""
+    start: FloatArray
+    """[M] when all channels were free."""
+    end: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """One step of one placement: N ops on D devices."""
+
+    problem: Problem
+    placement: Placement
+    step_seconds: float
+    peak_bytes: IntArray
+    """[D]"""
+    op_device: IndexArray
+    """[N]"""
+    op_slot: IndexArray
+    """[N] which of the device's slots ran the op."""
+    op_ready: FloatArray
+    """[N] when all it waited for was there."""
+    op_start: FloatArray
+    """[N]"""
+    op_end: FloatArray
+    """[N]"""
+    transfers: Transfers
+    memory: tuple[MemoryCurve, ...]
+    """[D]"""
+    live_at_peak: tuple[tuple[LiveTensor, ...], ...]
+    """[D] what was in memory when a device used most, besides variables; largest first."""
+    critical_path: tuple[PathEntry, ...]
+    """From the start of the step to its end without a gap, in order of time."""
+
+    @cached_property
+    def busy_seconds(self) -> FloatArray:
+        """[D] seconds spent on ops, summed over the slots of a device."""
+        totals = np.zeros(self.problem.num_devices)
+        np.add.at(totals, self.op_device, self.op_end - self.op_start)
+        return frozen(totals)
+
+    @cached_property
+    def idle_seconds(self) -> FloatArray:
+        """[D] seconds without an op, summed over the slots of a device."""
+        slots = np.array([device.kind.slots for device in self.problem.cluster.devices])
+        return frozen(np.maximum(slots * self.step_seconds - self.busy_seconds, 0.0))
+
+    @cached_property
+    def transfer_seconds(self) -> FloatArray:
+        """[D] seconds of all transfers from or to a device; they overlap with ops."""
+        totals = np.zeros(self.problem.num_devices)
+        duration = self.transfers.end - self.transfers.start
+        np.add.at(totals, self.transfers.source, duration)
+        np.add.at(totals, self.transfers.target, duration)
+        return frozen(totals)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The step in the Chrome trace format, for ui.perfetto.dev or chrome://tracing."""
+        events = [*self._track_names(), *self._op_events(), *self._transfer_events()]
+        for device, curve in enumerate(self.memory):
+            for seconds, size in zip(curve.seconds.tolist(), curve.bytes.tolist(), strict=True):
+                events.append(
+                    {
+                        "name": "memory",
+                        "ph": "C",
+                        "pid": device,
+                        "ts": seconds * 1e6,
+                        "args": {"bytes": size},
+                    }
+                )
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "model": self.problem.graph.name,
+                "cluster": self.problem.cluster.name,
+                "problem": self.problem.fingerprint,
+                "step_seconds": self.step_seconds,
+            },
+        }
+
+    def _track_names(self) -> list[dict[str, Any]]:
+        cluster = self.problem.cluster
+        tracks = [
+            (device.name, [f"slot {slot}" for slot in range(device.kind.slots)])
+            for device in cluster.devices
+        ]
+        tracks.append(("links", list(cluster.routes.channel_names)))
+        events: list[dict[str, Any]] = []
+        for process, (name, threads) in enumerate(tracks):
+            events.append(_named("process_name", name, process, 0))
+            events.append(
+                {"name": "process_sort_index", "ph": "M", "pid": process, "tid": 0,
+                 "args": {"sort_index": process}}
+            )  # fmt: skip
+            for thread, label in enumerate(threads):
+                events.append(_named("thread_name", label, process, thread))
+        return events
+
+    def _op_events(self) -> list[dict[str, Any]]:
+        graph, grouping = self.problem.graph, self.problem.grouping
+        return [
+            _slice(
+                graph.op_names[op], process=device, thread=slot, start=start, end=end,
+                args={"type": graph.op_types[op], "group": grouping.names[group]},
+            )
+            for op, (device, slot, start, end, group) in enumerate(
+                zip(
+                    self.op_device.tolist(),
+                    self.op_slot.tolist(),
+                    self.op_start.tolist(),
+                    self.op_end.tolist(),
+                    grouping.group_of.tolist(),
+                    strict=True,
+                )
+            )
+        ]  # fmt: skip
+
+    def _transfer_events(self) -> list[dict[str, Any]]:
+        graph, cluster = self.problem.graph, self.problem.cluster
+        names, sent = cluster.device_names, self.transfers
+        events = []
+        for i in range(len(sent)):
+            source, target = int(sent.source[i]), int(sent.target[i])
+            args = {
+                "from": names[source],
+                "to": names[target],
+                "bytes": int(sent.bytes[i]),
+                "waited_us": float(sent.start[i] - sent.request[i]) * 1e6,
+            }
+            for channel in route_channels(self.problem, source, target):
+                events.append(
+                    _slice(
+                        graph.op_names[sent.producer[i]], process=len(names), thread=channel,
+                        start=float(sent.start[i]), end=float(sent.end[i]), args=args,
+                    )
+                )  # fmt: skip
+        return events
+
+
+def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    name: str, *, process: int, thread: int, start: float, end: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "name": name, "ph": "X", "pid": process, "tid": thread,
+        "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args,
+    }  # fmt: skip
+
+
+def route_channels(problem: Problem, source: int, target: int) -> list[int]:
+    """The channels a transfer occupies."""
+    routes = problem.cluster.routes
+    route = source * problem.num_devices + target
+    return [int(c) for c in routes.channels[routes.offsets[route] : routes.offsets[route + 1]]]
+
+
+# --- from what the kernel recorded ---------------------------------------------------------------
+
+
+def build_timeline(
+    problem: Problem, flow: Flow, placement: Placement, recording: Recording
+) -> Timeline:
+    op_device = placement.devices[problem.grouping.group_of]
+    first_server = np.cumsum([0, *(device.kind.slots for device in problem.cluster.devices)])
+    use = recording.transfer_use
+    tensor = flow.use_tensor[use]
+    sizes = np.append(problem.graph.tensor_bytes, 0)  # the last, -1, is a completion
+    transfers = Transfers(
+        tensor=frozen(tensor),
+        producer=frozen(flow.use_producer[use]),
+        source=frozen(op_device[flow.use_producer[use]]),
+        target=frozen(op_device[flow.use_op[use]]),
+        bytes=frozen(sizes[tensor]),
+        request=frozen(recording.transfer_request),
+        start=frozen(recording.transfer_start),
+        end=frozen(recording.transfer_end),
+    )
+    curves, live = _memory(problem, flow, op_device, recording)
+    return Timeline(
+        problem=problem,
+        placement=placement,
+        step_seconds=recording.step_seconds,
+        peak_bytes=frozen(recording.peak_bytes),
+        op_device=frozen(op_device),
+        op_slot=frozen((recording.op_server - first_server[op_device]).astype(np.int32)),
+        op_ready=frozen(recording.op_ready),
+        op_start=frozen(recording.op_start),
+        op_end=frozen(recording.op_end),
+        transfers=transfers,
+        memory=curves,
+        live_at_peak=live,
+        critical_path=_critical_path(problem, transfers, recording),
+    )
+
+
+def _memory(
+    problem: Problem, flow: Flow, op_device: IndexArray, recording: Recording
+) -> tuple[tuple[MemoryCurve, ...], tuple[tuple[LiveTensor, ...], ...]]:
+    resident = np.zeros(problem.num_devices, dtype=np.int64)
+    np.add.at(resident, op_device, problem.graph.resident_bytes)
+    curves, live = [], []
+    for device in range(problem.num_devices):
+        mine = recording.change_device == device
+        seconds = np.concatenate([[0.0], recording.change_seconds[mine]])
+        changes = np.concatenate([[resident[device]], recording.change_bytes[mine]])
+        sizes = np.cumsum(changes)
+        curves.append(MemoryCurve(frozen(seconds), frozen(sizes)))
+        held: dict[int, int] = {}
+        until = int(np.argmax(sizes))
+        for buffer, change in zip(
+            recording.change_buffer[mine][:until].tolist(), changes[1 : until + 1].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            if change > 0:
+                held[buffer] = change
+            else:
+                del held[buffer]
+        largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+        live.append(tuple(LiveTensor(int(flow.buffer_tensor[b]), size) for b, size in largest))
+    return tuple(curves), tuple(live)
+
+
+def _critical_path(
+    problem: Problem, transfers: Transfers, recording: Recording
+) -> tuple[PathEntry, ...]:
+    """Walks back from the end of the step to whatever let each op or transfer start."""
+    num_ops = problem.graph.num_ops
+    transfer_of_use = {use: i for i, use in enumerate(recording.transfer_use.tolist())}
+    blocker = _blocking_transfers(problem, transfers)
+    path: list[PathEntry] = []
+    node = int(np.flatnonzero(recording.op_end == recording.step_seconds)[-1])
+    transfer: int | None = None
+    while True:
+        if transfer is not None:
+            start, end = float(transfers.start[transfer]), float(transfers.end[transfer])
+            waited = start > transfers.request[transfer]
+            delay = Delay.CHANNEL if waited else Delay.INPUT
+            path.append(PathEntry(node, transfer, start, end, delay))
+            transfer = blocker[transfer] if waited else None
+            if transfer is not None:
+                node = int(transfers.producer[transfer])
+            continue
+        start, end = float(recording.op_start[node]), float(recording.op_end[node])
+        cause = int(recording.op_cause[node])
+        if start > recording.op_ready[node]:
+            delay, before = Delay.DEVICE, int(recording.op_before[node])
+        elif cause < 0:
+            path.append(PathEntry(node, None, start, end, Delay.NOTHING))
+            return tuple(reversed(path))
+        else:
+            delay, before = Delay.INPUT, cause
+        path.append(PathEntry(node, None, start, end, delay))
+        if before < num_ops:
+            node = before
+        else:
+            transfer = transfer_of_use[before - num_ops]
+            node = int(transfers.producer[transfer])
+
+
+def _blocking_transfers(problem: Problem, transfers: Transfers) -> list[int]:
+    """[M] the transfer that each one waited for, -1 where the way was free."""
+    last: dict[int, int] = {}
+    result = []
+    for i, (source, target) in enumerate(
+        zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
+    ):
+        channels = route_channels(problem, source, target)
+        before = [last[channel] for channel in channels if channel in last]
+        result.append(max(before, key=lambda j: float(transfers.end[j]), default=-1))
+        last.update(dict.fromkeys(channels, i))
+    return result

@@ -1,0 +1,247 @@
+"""The simulator once more, as plainly as possible: a heap of events, sets of holders, no tricks.
+
+The engine must agree with it exactly, to the last bit of every time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from placewright.problem import Problem
+
+OP_END, ARRIVAL = 0, 1
+
+
+@dataclass
+class Outcome:
+    step_seconds: float = 0.0
+    peak_bytes: list[int] = field(default_factory=list)
+    overflow_device: int = -1
+    overflow_tensors: list[int] = field(default_factory=list)
+    overflow_bytes: list[int] = field(default_factory=list)
+    op_start: dict[int, float] = field(default_factory=dict)
+    op_end: dict[int, float] = field(default_factory=dict)
+    op_slot: dict[int, int] = field(default_factory=dict)
+    transfers: list[tuple[int, int, int, float, float, float]] = field(default_factory=list)
+    """(tensor or -1, source device, target device, request, start, end), as requested."""
+
+
+@dataclass
+class Item:
+    """A tensor with consumers, or (tensor -1) the completion of an op."""
+
+    producer: int
+    tensor: int
+    bytes: int
+    consumers: list[int]
+
+
+class Reference:
+    def __init__(self, problem: Problem, devices: Sequence[int]) -> None:
+        graph, cluster = problem.graph, problem.cluster
+        self.problem = problem
+        self.device = [int(devices[g]) for g in problem.grouping.group_of]
+        self.items = _items(problem)
+        self.inputs: list[list[Item]] = [[] for _ in range(graph.num_ops)]
+        for items in self.items:
+            for item in items:
+                for consumer in item.consumers:
+                    self.inputs[consumer].append(item)
+        self.missing = [len(inputs) for inputs in self.inputs]
+        self.out = Outcome()
+
+        self.servers: list[tuple[int, int]] = [
+            (d, slot)
+            for d, device in enumerate(cluster.devices)
+            for slot in range(device.kind.slots)
+        ]
+        self.server_free = [0.0] * len(self.servers)
+        self.server_queue: list[deque[int]] = [deque() for _ in self.servers]
+        self.channel_free = [0.0] * len(cluster.routes.channel_names)
+        self.events: list[tuple[float, int, int, int, object]] = []
+        self.sequence = 0
+
+        self.holders: list[dict[int, list[object]]] = [{} for _ in cluster.devices]
+        """Device -> buffer -> whoever holds it."""
+        self.used = [0] * cluster.num_devices
+        for op, size in enumerate(graph.resident_bytes.tolist()):
+            self.used[self.device[op]] += size
+        self.out.peak_bytes = list(self.used)
+
+    # --- memory ---
+
+    def buffer(self, tensor: int) -> int:
+        root = int(self.problem.graph.tensor_shares[tensor])
+        return root if root >= 0 else tensor
+
+    def size(self, buffer: int, device: int) -> int:
+        graph = self.problem.graph
+        producer = int(graph.tensor_producer[buffer])
+        if self.device[producer] == device:
+            return 0 if graph.resident_bytes[producer] > 0 else int(graph.tensor_bytes[buffer])
+        return max(
+            int(graph.tensor_bytes[t]) for t in range(graph.num_tensors) if self.buffer(t) == buffer
+        )
+
+    def hold(self, tensor: int, device: int, who: object) -> None:
+        if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
+            return
+        buffer = self.buffer(tensor)
+        if buffer not in self.holders[device]:
+            self.holders[device][buffer] = []
+            self.used[device] += self.size(buffer, device)
+            self.out.peak_bytes[device] = max(self.out.peak_bytes[device], self.used[device])
+        self.holders[device][buffer].append(who)
+
+    def release(self, tensor: int, device: int, who: object) -> None:
+        if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
+            return
+        buffer = self.buffer(tensor)
+        self.holders[device][buffer].remove(who)
+        if not self.holders[device][buffer]:
+            del self.holders[device][buffer]
+            self.used[device] -= self.size(buffer, device)
+
+    def check_limits(self) -> None:
+        if self.out.overflow_device >= 0:
+            return
+        for d, device in enumerate(self.problem.cluster.devices):
+            if self.used[d] > device.memory_bytes:
+                sizes = [(-self.size(buffer, d), buffer) for buffer in self.holders[d]]
+                largest = sorted(pair for pair in sizes if pair[0] < 0)[:3]
+                self.out.overflow_device = d
+                self.out.overflow_tensors = [buffer for _, buffer in largest]
+                self.out.overflow_bytes = [-size for size, _ in largest]
+                return
+
+    # --- events ---
+
+    def push(self, time: float, kind: int, index: int, what: object) -> None:
+        heapq.heappush(self.events, (time, kind, index, self.sequence, what))
+        self.sequence += 1
+
+    def outputs(self, op: int) -> range:
+        offsets = self.problem.graph.output_offsets
+        return range(int(offsets[op]), int(offsets[op + 1]))
+
+    def begin(self, op: int) -> None:
+        for tensor in self.outputs(op):
+            self.hold(tensor, self.device[op], ("made by", op, tensor))
+
+    def give(self, op: int, now: float) -> None:
+        """Gives a ready op to a server."""
+        device = self.device[op]
+        candidates = [s for s, (d, _) in enumerate(self.servers) if d == device]
+        server = min(candidates, key=lambda s: (self.server_free[s], s))
+        start = max(now, self.server_free[server])
+        end = start + float(self.problem.op_seconds[device, op])
+        self.server_free[server] = end
+        self.out.op_start[op], self.out.op_end[op] = start, end
+        self.out.op_slot[op] = self.servers[server][1]
+        self.push(end, OP_END, server, op)
+        self.server_queue[server].append(op)
+        if len(self.server_queue[server]) == 1:
+            self.begin(op)
+
+    def send(self, item: Item, target: int, now: float) -> None:
+        source = self.device[item.producer]
+        routes, count = self.problem.cluster.routes, self.problem.num_devices
+        first, end = routes.offsets[source * count + target : source * count + target + 2]
+        channels = [int(c) for c in routes.channels[first:end]]
+        start = max([now, *(self.channel_free[c] for c in channels)])
+        arrival = (
+            start
+            + float(routes.latency_seconds[source, target])
+            + item.bytes * float(routes.seconds_per_byte[source, target])
+        )
+        for channel in channels:
+            self.channel_free[channel] = arrival
+        self.out.transfers.append((item.tensor, source, target, now, start, arrival))
+        self.push(arrival, ARRIVAL, channels[0], (item, target))
+        self.hold(item.tensor, source, ("sent to", target, item.tensor))
+
+    def deliver(self, item: Item, device: int) -> list[int]:
+        ready = []
+        for consumer in item.consumers:
+            if self.device[consumer] == device:
+                self.missing[consumer] -= 1
+                if not self.missing[consumer]:
+                    ready.append(consumer)
+        return ready
+
+    def end_op(self, server: int, op: int, now: float) -> list[int]:
+        device = self.device[op]
+        ready = []
+        for item in self.items[op]:
+            asked = set()
+            for consumer in item.consumers:
+                target = self.device[consumer]
+                if target != device and target not in asked:
+                    asked.add(target)
+                    self.send(item, target, now)
+                self.hold(item.tensor, target, ("used by", consumer, item.tensor))
+            ready += self.deliver(item, device)
+        for tensor in self.outputs(op):
+            self.release(tensor, device, ("made by", op, tensor))
+        for item in self.inputs[op]:
+            self.release(item.tensor, device, ("used by", op, item.tensor))
+        queue = self.server_queue[server]
+        assert queue.popleft() == op
+        if queue:
+            self.begin(queue[0])
+        return sorted(ready)
+
+    def arrive(self, item: Item, target: int) -> list[int]:
+        ready = self.deliver(item, target)
+        self.release(item.tensor, self.device[item.producer], ("sent to", target, item.tensor))
+        return ready
+
+    def run(self) -> Outcome:
+        ready = [op for op, missing in enumerate(self.missing) if not missing]
+        now = 0.0
+        while True:
+            for op in ready:
+                self.give(op, now)
+            self.check_limits()
+            if not self.events:
+                break
+            now, kind, index, _, what = heapq.heappop(self.events)
+            if kind == OP_END:
+                assert isinstance(what, int)
+                ready = self.end_op(index, what, now)
+            else:
+                assert isinstance(what, tuple)
+                ready = self.arrive(*what)
+        assert len(self.out.op_end) == self.problem.graph.num_ops
+        assert not any(self.holders)
+        self.out.step_seconds = now
+        return self.out
+
+
+def _items(problem: Problem) -> list[list[Item]]:
+    graph = problem.graph
+    consumers: dict[tuple[int, int], set[int]] = {}
+    edges = list(
+        zip(
+            graph.edge_src.tolist(),
+            graph.edge_dst.tolist(),
+            graph.edge_tensor.tolist(),
+            strict=True,
+        )
+    )
+    fed = {(src, dst) for src, dst, tensor in edges if tensor >= 0}
+    for src, dst, tensor in edges:
+        if tensor >= 0 or (src, dst) not in fed:
+            consumers.setdefault((src, tensor), set()).add(dst)
+    items: list[list[Item]] = [[] for _ in range(graph.num_ops)]
+    for src, tensor in sorted(consumers, key=lambda key: (key[0], key[1] < 0, key[1])):
+        size = int(graph.tensor_bytes[tensor]) if tensor >= 0 else 0
+        items[src].append(Item(src, tensor, size, sorted(consumers[src, tensor])))
+    return items
+
+
+def simulate(problem: Problem, devices: Sequence[int]) -> Outcome:
+    return Reference(problem, devices).run()
