@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import json
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from placewright.cluster import Cluster
-from placewright.errors import ClusterError, CostsError, PlacementError
+from placewright.errors import ClusterError, CostsError, PlacementError, PlacewrightError
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.grouping import each_op
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Constraints, Problem, make_problem
+from tests.strategies import graphs
 
 
 def model(n: int = 4, cpu_only: str = "") -> Graph:
@@ -108,6 +113,37 @@ def test_group_costs_are_sums() -> None:
     assert make_problem(model(), made.cluster, target_groups=1).group_seconds[
         1
     ].tolist() == pytest.approx([made.op_seconds[1].sum()])
+
+
+@given(graphs(), st.booleans())
+def test_problems_round_trip(graph: Graph, constrained: bool) -> None:
+    constraints = Constraints(forbidden_devices=("gpu:1",) if constrained else ())
+    made = make_problem(graph, Cluster.load("k80x2"), target_groups=4, constraints=constraints)
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(Path(folder) / "problem.json")
+        again = Problem.load(Path(folder) / "problem.json")
+    assert again == made
+    assert again.fingerprint == made.fingerprint
+    assert again.allowed.tolist() == made.allowed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "not a problem file"),
+        ({"grouping": None}, "not a grouping file"),
+        ({"costs": 3}, "not a costs file"),
+        ({"forbidden": 7}, "'forbidden' must be a list"),
+        ({"cluster": {"devices": []}}, "has no devices"),
+        ({"graph": {"ops": []}}, "the graph has no ops"),
+    ],
+)
+def test_bad_problem_files(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "problem.json"
+    problem().save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(PlacewrightError, match=re.escape(message)):
+        Problem.load(path)
 
 
 def test_placements_round_trip(tmp_path: Path) -> None:

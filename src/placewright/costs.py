@@ -80,7 +80,16 @@ class Costs:
 
     def save(self, path: str | Path, graph: Graph) -> None:
         """Writes every number with its source, by op name."""
-        document = {
+        write_json(path, self.to_json(graph), CostsError)
+
+    @staticmethod
+    def load(path: str | Path, graph: Graph) -> Costs:
+        """Exactly what `save` wrote for this graph."""
+        document = read_json(path, CostsError, what="costs")
+        return Costs.from_json(document, graph, where=str(path))
+
+    def to_json(self, graph: Graph) -> dict[str, Any]:
+        return {
             "format": FORMAT,
             "graph": graph.fingerprint,
             "ops": list(graph.op_names),
@@ -92,17 +101,14 @@ class Costs:
                 for k, kind in enumerate(self.kinds)
             },
         }
-        write_json(path, document, CostsError)
 
     @staticmethod
-    def load(path: str | Path, graph: Graph) -> Costs:
-        """Exactly what `save` wrote for this graph."""
-        document = read_json(path, CostsError, what="costs")
+    def from_json(document: object, graph: Graph, *, where: str) -> Costs:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise CostsError(f"{path}: not a costs file ({FORMAT})")
+            raise CostsError(f"{where}: not a costs file ({FORMAT})")
         if document.get("ops") != list(graph.op_names):
             raise CostsError(
-                f"{path}: made for another graph ({document.get('graph')}, this one is "
+                f"{where}: made for another graph ({document.get('graph')}, this one is "
                 f"{graph.fingerprint})"
             )
         try:
@@ -120,9 +126,9 @@ class Costs:
                 source=frozen(np.array(sources, dtype=np.uint8)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, CostsError) as fault:
-            raise CostsError(f"{path}: malformed costs: {fault}") from None
+            raise CostsError(f"{where}: malformed costs: {fault}") from None
         if costs.op_seconds.shape != (len(costs.kinds), graph.num_ops):
-            raise CostsError(f"{path}: covers {costs.op_seconds.shape[-1]} ops, not all")
+            raise CostsError(f"{where}: covers {costs.op_seconds.shape[-1]} ops, not all")
         return costs
 
 

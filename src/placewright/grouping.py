@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,32 +83,41 @@ class Grouping:
             )
 
     def save(self, path: str | Path, graph: Graph) -> None:
-        groups: dict[str, list[str]] = {name: [] for name in self.names}
-        for op, group in zip(graph.op_names, self.group_of.tolist(), strict=True):
-            groups[self.names[group]].append(op)
-        write_json(path, {"format": FORMAT, "groups": groups}, PlacementError)
+        write_json(path, self.to_json(graph), PlacementError)
 
     @staticmethod
     def load(path: str | Path, graph: Graph) -> Grouping:
         document = read_json(path, PlacementError, what="grouping")
-        groups = document.get("groups") if isinstance(document, dict) else None
-        if not isinstance(groups, dict) or document.get("format") != FORMAT:
-            raise PlacementError(f"{path}: not a grouping file ({FORMAT})")
+        return Grouping.from_json(document, graph, where=str(path))
+
+    def to_json(self, graph: Graph) -> dict[str, Any]:
+        groups: dict[str, list[str]] = {name: [] for name in self.names}
+        for op, group in zip(graph.op_names, self.group_of.tolist(), strict=True):
+            groups[self.names[group]].append(op)
+        return {"format": FORMAT, "groups": groups}
+
+    @staticmethod
+    def from_json(document: object, graph: Graph, *, where: str) -> Grouping:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise PlacementError(f"{where}: not a grouping file ({FORMAT})")
+        groups = document.get("groups")
+        if not isinstance(groups, dict):
+            raise PlacementError(f"{where}: not a grouping file ({FORMAT})")
         label_of: dict[str, str] = {}
         for name, ops in groups.items():
             if not isinstance(ops, list):
-                raise PlacementError(f"{path}: group {name!r} must be a list of op names")
+                raise PlacementError(f"{where}: group {name!r} must be a list of op names")
             for op in ops:
                 if label_of.setdefault(op, name) != name:
                     raise PlacementError(
-                        f"{path}: op {op!r} is in two groups, {label_of[op]!r} and {name!r}"
+                        f"{where}: op {op!r} is in two groups, {label_of[op]!r} and {name!r}"
                     )
         for op in graph.op_names:
             if op not in label_of:
-                raise PlacementError(f"{path}: op {op!r} is in no group")
+                raise PlacementError(f"{where}: op {op!r} is in no group")
         if len(label_of) > graph.num_ops:
             extra = next(op for op in label_of if op not in graph.op_index)
-            raise PlacementError(f"{path}: op {extra!r} is not in the graph")
+            raise PlacementError(f"{where}: op {extra!r} is not in the graph")
         return _grouping([label_of[op] for op in graph.op_names])
 
 

@@ -6,14 +6,20 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from placewright import cluster as cluster_format
+from placewright import graph as graph_format
 from placewright.cluster import Cluster
 from placewright.costs import Costs, estimate_costs
 from placewright.errors import CostsError, PlacementError
+from placewright.files import read_json, write_json
 from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule, frozen
 from placewright.grouping import Grouping, by_together, default_rules, group, matching_groups
+
+FORMAT = "placewright-problem/1"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +95,50 @@ class Problem:
         digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode())
         digest.update(np.ascontiguousarray(self.forbidden).tobytes())
         return digest.hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """Writes all parts into one file, from which `load` makes the same problem."""
+        document = {
+            "format": FORMAT,
+            "graph": graph_format.to_json(self.graph),
+            "cluster": cluster_format.to_document(self.cluster),
+            "grouping": self.grouping.to_json(self.graph),
+            "costs": self.costs.to_json(self.graph),
+            "forbidden": self.forbidden.tolist(),
+        }
+        write_json(path, document, PlacementError)
+
+    @staticmethod
+    def load(path: str | Path) -> Problem:
+        document = read_json(path, PlacementError, what="problem")
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise PlacementError(f"{path}: not a problem file ({FORMAT})")
+        where = str(path)
+        graph = graph_format.from_json(document.get("graph"), where=where)
+        forbidden = document.get("forbidden")
+        try:
+            mask = np.array(forbidden, dtype=np.bool_).reshape((len(forbidden or ()), -1))
+        except (TypeError, ValueError):
+            mask = np.zeros((1, 0), dtype=np.bool_)
+        if mask.size == 0:
+            if forbidden != []:
+                raise PlacementError(f"{path}: 'forbidden' must be a list of rows, one a group")
+            mask = np.zeros((0, 0), dtype=np.bool_)
+        return Problem(
+            graph=graph,
+            grouping=Grouping.from_json(document.get("grouping"), graph, where=where),
+            cluster=cluster_format.from_document(document.get("cluster"), where=where),
+            costs=Costs.from_json(document.get("costs"), graph, where=where),
+            forbidden=frozen(mask),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Problem):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
 
     @cached_property
     def op_seconds(self) -> FloatArray:

@@ -26,7 +26,9 @@ def test_names_are_parsed() -> None:
     assert placers.parse("auto") == placers.AUTO
     assert placers.parse("random,auto") == ("random", *placers.AUTO)
     assert placers.parse("heft,heft") == ("heft",)
-    with pytest.raises(SearchError, match="unknown method 'local-serch'; did you mean local-search"):
+    with pytest.raises(
+        SearchError, match="unknown method 'local-serch'; did you mean local-search"
+    ):
         placers.parse("local-serch")
 
 

@@ -12,7 +12,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.simulator.engine import Simulation, Simulator, why_not
+from placewright.simulator.engine import Simulation, Simulator, format_bytes, why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +90,11 @@ def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation
     device = problem.cluster.devices[number]
     need, room = int(simulation.peak_bytes[row, number]), device.memory_bytes
     digits = 1
-    while _size(need, digits) == _size(room, digits):
+    while format_bytes(need, digits) == format_bytes(room, digits):
         digits += 1
-    parts = [f"{device.name} needs {_size(need, digits)}, has {_size(room, digits)}"]
+    parts = [f"{device.name} needs {format_bytes(need, digits)}, has {format_bytes(room, digits)}"]
     live = [
-        f"{_tensor_name(problem, tensor)} {_size(size)}"
+        f"{_tensor_name(problem, tensor)} {format_bytes(size)}"
         for tensor, size in zip(
             simulation.overflow_tensors[row].tolist(),
             simulation.overflow_bytes[row].tolist(),
@@ -106,7 +106,7 @@ def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation
         parts.append(f"largest live tensors: {', '.join(live)}")
     variables = int(problem.group_resident_bytes[placement.devices == number].sum())
     if variables:
-        parts.append(f"variables: {_size(variables)}")
+        parts.append(f"variables: {format_bytes(variables)}")
     return "; ".join(parts)
 
 
@@ -115,10 +115,3 @@ def _tensor_name(problem: Problem, tensor: int) -> str:
     output = tensor - int(problem.graph.output_offsets[producer])
     name = problem.graph.op_names[producer]
     return f"{name}:{output}" if output else name
-
-
-def _size(size: int, digits: int = 1) -> str:
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size} B"

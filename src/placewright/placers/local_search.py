@@ -140,9 +140,7 @@ class LocalSearch(Placer):
         """Starts chains from the best known placements, unless they run already."""
         while len(self._chains) < self.config.chains:
             score, _, devices, peak = self._elites[len(self._chains) % len(self._elites)]
-            self._chains.append(
-                _Chain(devices, score, peak, length=self.config.cycle)
-            )
+            self._chains.append(_Chain(devices, score, peak, length=self.config.cycle))
 
     def _propose(self) -> IndexArray | None:
         """A new placement, from the chain whose turn it is."""
@@ -325,9 +323,7 @@ class _Moves:
         }
         self._success = dict.fromkeys(self._kinds, 0.2)
 
-    def draw(
-        self, devices: IndexArray, overfull: Sequence[int]
-    ) -> tuple[str, IndexArray | None]:
+    def draw(self, devices: IndexArray, overfull: Sequence[int]) -> tuple[str, IndexArray | None]:
         """A kind of move and a changed placement; None where the kind has nothing to change."""
         if overfull and self._random.random() < 0.5:
             return "", self._relieve(devices, overfull)

@@ -8,10 +8,11 @@ import numpy as np
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.problem import Problem
+from placewright.simulator.engine import format_bytes
 from placewright.simulator.flow import Flow
 from placewright.simulator.kernel import compiled
 
-_ITERATIONS = 300
+_ROUNDS, _ITERATIONS = 6, 60
 _MOMENTS = 64
 """How many ops are tried as the moment at which most memory is needed."""
 _ROUNDING = 1e-9
@@ -114,31 +115,35 @@ def _balanced(problem: Problem, allowed: BoolArray, needs: FloatArray | None) ->
     slots = np.array([devices[d].kind.slots for d in one_of])
     memory = np.array([devices[d].memory_bytes for d in one_of], dtype=np.float64)
 
-    # [G, sets] work of a group, as a share of the set's time; the price is of the whole set.
+    # [G, sets] what a group takes of a set's time and of one device's memory. Time is priced for
+    # the whole set.
     usable = allowed[:, one_of]
     seconds = np.where(usable, problem.group_seconds.T[:, one_of], 0.0) / (slots * count)
+    shares = np.zeros_like(seconds) if needs is None else needs[:, np.newaxis] / memory
     forbidden = np.where(usable, 0.0, np.inf)
-    unit = float(memory.sum())
-    share = np.zeros(len(seconds)) if needs is None else needs / unit
-    room = memory * count / unit
 
-    time_price = np.full(len(one_of), 1.0 / len(one_of))
-    byte_price = np.zeros(len(one_of))
     best = 0.0
+    best_time, best_memory = np.full(len(one_of), 1.0 / len(one_of)), np.zeros(len(one_of))
     groups = np.arange(len(seconds))
-    for iteration in range(_ITERATIONS):
-        cost = time_price * seconds + byte_price * share[:, np.newaxis] + forbidden
-        choice = np.argmin(cost, axis=1)
-        value = float(cost[groups, choice].sum() - (byte_price * room).sum())
-        best = max(best, value)
-        load = np.bincount(choice, weights=seconds[groups, choice], minlength=len(one_of))
-        excess = np.bincount(choice, weights=share, minlength=len(one_of)) - room
-        step = 0.5 / np.sqrt(iteration + 1.0)
-        size = float(load.max() - load.min())
-        if size > 0:
-            time_price = _on_simplex(time_price + step * (load - load.mean()) / size)
-        if needs is not None:
-            byte_price = np.maximum(byte_price + step * max(best, 1e-12) * excess / room, 0.0)
+    for _ in range(_ROUNDS):
+        # Memory is priced in units of the bound so far, so that both kinds of price are near 1.
+        unit = best if needs is not None else 0.0
+        time_price, memory_price = best_time, best_memory
+        for iteration in range(_ITERATIONS):
+            cost = time_price * seconds + memory_price * shares + forbidden
+            choice = np.argmin(cost, axis=1)
+            value = float(cost[groups, choice].sum() - (memory_price * count).sum())
+            if value > best:
+                best, best_time, best_memory = value, time_price, memory_price
+            load = np.bincount(choice, weights=seconds[groups, choice], minlength=len(one_of))
+            full = np.bincount(choice, weights=shares[groups, choice], minlength=len(one_of))
+            up_time, up_memory = load - load.mean(), unit * (full - count)
+            length = float(np.sqrt((up_time**2).sum() + (up_memory**2).sum()))
+            if length == 0:
+                break
+            step = 0.5 / (length * np.sqrt(iteration + 1.0))
+            time_price = _on_simplex(time_price + step * up_time)
+            memory_price = np.maximum(memory_price + step * unit * up_memory, 0.0)
     return best * (1.0 - _ROUNDING)
 
 
@@ -233,17 +238,17 @@ def _why_nothing_fits(
     total, resident = needs.sum(), problem.group_resident_bytes.sum()
     if total > memory.sum():
         return (
-            f"the model needs at least {total / 1e9:.1f} GB ({resident / 1e9:.1f} GB of variables "
-            f"and {(total - resident) / 1e9:.1f} GB of tensors alive while "
-            f"{problem.graph.op_names[moment]!r} runs), the devices have {memory.sum() / 1e9:.1f} "
-            "GB together"
+            f"the model needs at least {format_bytes(total)} ({format_bytes(resident)} of "
+            f"variables and {format_bytes(total - resident)} of tensors alive while "
+            f"{problem.graph.op_names[moment]!r} runs), the devices have "
+            f"{format_bytes(memory.sum())} together"
         )
     room = np.where(problem.allowed, memory, 0.0).max(axis=1)
     too_large = np.flatnonzero((least > room) & problem.allowed.any(axis=1))
     if too_large.size:
         group = int(too_large[np.argmax(least[too_large])])
         return (
-            f"group {problem.grouping.names[group]!r} alone needs {least[group] / 1e9:.1f} GB, the "
-            f"largest device it can run on has {room[group] / 1e9:.1f} GB"
+            f"group {problem.grouping.names[group]!r} alone needs {format_bytes(least[group])}, "
+            f"the largest device it can run on has {format_bytes(room[group])}"
         )
     return None

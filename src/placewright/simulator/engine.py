@@ -173,7 +173,7 @@ class Simulator:
                 f"placements use device numbers {array.min()} to {array.max()}, cluster "
                 f"{self.problem.cluster.name!r} has {self.problem.num_devices} devices"
             )
-        return np.ascontiguousarray(array, dtype=np.int32)
+        return np.array(array, dtype=np.int32, order="C")
 
     def _first_failing_op(self, devices: IndexArray) -> int:
         group_of = self.problem.grouping.group_of
@@ -198,6 +198,14 @@ def why_not(problem: Problem, op: int, device: int) -> str:
         f"op {graph.op_names[op]!r} ({graph.op_types[op]}) of group "
         f"{grouping.names[grouping.group_of[op]]!r} {reason}"
     )
+
+
+def format_bytes(size: float, digits: int = 1) -> str:
+    """For messages: `13.2 GB`."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= scale:
+            return f"{size / scale:.{digits}f} {unit}"
+    return f"{size:.0f} B"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,10 +275,11 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
 
     slots = [device.kind.slots for device in cluster.devices]
     owners = np.flatnonzero(graph.resident_bytes)
+    # All copies: numba would compile the kernel again for arrays that are read-only.
     tables = Tables(
-        allowed=np.ascontiguousarray(problem.allowed),
+        allowed=problem.allowed.copy(),
         group_of=problem.grouping.group_of.astype(UINT),
-        seconds=problem.costs.op_seconds.T.ravel(),
+        seconds=problem.costs.op_seconds.T.flatten(),
         kind_of=cluster.kind_of_device.astype(UINT),
         ops=ops,
         uses=uses,
@@ -283,8 +292,8 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         first_server=np.cumsum([0, *slots]).astype(UINT),
         server_device=np.repeat(np.arange(len(slots)), slots).astype(UINT),
         routes=_padded_routes(problem, first_queue=sum(slots)),
-        latency=cluster.routes.latency_seconds.ravel(),
-        per_byte=cluster.routes.seconds_per_byte.ravel(),
+        latency=cluster.routes.latency_seconds.flatten(),
+        per_byte=cluster.routes.seconds_per_byte.flatten(),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
         num_queues=sum(slots) + len(cluster.routes.channel_names),
     )
@@ -310,10 +319,10 @@ def _check_magnitudes(tables: Tables) -> None:
     total = sum(tables.resident_bytes.tolist()) + copies * sum(sizes.tolist())
     if total >= 2**63:
         raise ModelError(f"the model's tensors take up to {total:.3g} bytes, more than fit 64 bits")
-    transfers = copies * (
-        len(tables.uses) * tables.latency.max() + tables.uses["bytes"].sum() * tables.per_byte.max()
-    )
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
-    longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum() + transfers
+    with np.errstate(over="ignore"):
+        longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
+        longest += copies * len(tables.uses) * tables.latency.max()
+        longest += copies * tables.uses["bytes"].sum() * tables.per_byte.max()
     if not np.isfinite(longest):
         raise CostsError("the costs add up to more seconds than a number can hold")
