@@ -176,7 +176,7 @@ def test_a_read_only_directory(run: Callable[..., Any], graph_file: Path) -> Non
 def test_interrupt_keeps_the_best_so_far(graph_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from placewright.cli import main; main()"]
     process = subprocess.Popen(
-        [*command, "place", str(graph_file), "-c", "k80x4", "-m", "random", "-b", "10m", "-o", "out"],
+        [*command, "place", graph_file, "-c", "k80x4", "-m", "random", "-b", "9m", "-o", "out"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     journal = tmp_path / "out" / "journal.jsonl"

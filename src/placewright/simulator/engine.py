@@ -23,6 +23,7 @@ from placewright.simulator.flow import Flow
 from placewright.simulator.kernel import (
     BUFFER,
     OP,
+    THING,
     UINT,
     USE,
     Log,
@@ -150,8 +151,8 @@ class Simulator:
     def _simulate(self, placements: IndexArray, rows: IntArray, results: Results) -> None:
         scratch = self._borrowed()
         simulate(self._tables, scratch, placements, rows, results, None)
-        # Kept for the next call: the system clears fresh memory page by page, which for a small
-        # batch takes as long as simulating it.
+        # Kept for the next call: the system would have to clear fresh memory page by page, which
+        # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)
 
     def _borrowed(self) -> Scratch:
@@ -263,10 +264,12 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
 
     uses = np.zeros(len(flow.use_op), dtype=USE)
     uses["op"] = flow.use_op
-    uses["buffer"] = use_buffer
-    uses["producer"] = flow.use_producer
-    uses["first"] = flow.use_first
-    uses["bytes"] = np.append(graph.tensor_bytes, 0)[flow.use_tensor]  # 0 for -1, a completion
+    first = np.flatnonzero(flow.use_first == np.arange(len(uses)))
+    uses["thing"] = np.searchsorted(first, flow.use_first)
+    things = np.zeros(len(first), dtype=THING)
+    things["buffer"] = use_buffer[first]
+    things["producer"] = flow.use_producer[first]
+    things["bytes"] = np.append(graph.tensor_bytes, 0)[flow.use_tensor[first]]  # 0 for -1
 
     buffers = np.zeros(nothing + 1, dtype=BUFFER)
     buffers["home_bytes"][:-1] = flow.home_bytes
@@ -283,6 +286,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         kind_of=cluster.kind_of_device.astype(UINT),
         ops=ops,
         uses=uses,
+        things=things,
         buffers=buffers,
         own=(own % scale).astype(UINT),
         released=(released % scale).astype(UINT),
@@ -323,6 +327,6 @@ def _check_magnitudes(tables: Tables) -> None:
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
         longest += copies * len(tables.uses) * tables.latency.max()
-        longest += copies * tables.uses["bytes"].sum() * tables.per_byte.max()
+        longest += copies * tables.things["bytes"].sum() * tables.per_byte.max()
     if not np.isfinite(longest):
         raise CostsError("the costs add up to more seconds than a number can hold")

@@ -32,23 +32,19 @@ UINT = np.uint32
 OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT), ("waits_for", UINT)], align=True)
 """Where the op's part of `uses`, `own` and `released` begins and that of the op before ends; how
 many uses it waits for."""
-USE = np.dtype(
-    [
-        ("op", UINT),
-        ("buffer", UINT),
-        ("producer", UINT),
-        ("first", UINT),
-        ("bytes", np.float64),
-    ],
-    align=True,
-)
-"""As in `Flow`, and what a transfer moves."""
+USE = np.dtype([("op", UINT), ("thing", UINT)], align=True)
+"""An op that waits, and for what."""
+THING = np.dtype([("buffer", UINT), ("producer", UINT), ("bytes", np.float64)], align=True)
+"""A tensor or the completion of an op: where it lies, who makes it, what a transfer moves."""
 BUFFER = np.dtype([("home_bytes", np.int64), ("copy_bytes", np.int64), ("op", UINT)], align=True)
 STATE = np.dtype([("device", UINT), ("waits_for", UINT)], align=True)
 
 
 class Tables(NamedTuple):
-    """N ops, E uses, B buffers, D devices, S servers, Q queues: of servers, then of channels."""
+    """N ops, E uses, B buffers, D devices, S servers, Q queues: of servers, then of channels.
+
+    Large graphs do not fit the processor's caches, so these are as small as they can be.
+    """
 
     allowed: BoolArray
     """[G, D]"""
@@ -62,6 +58,8 @@ class Tables(NamedTuple):
     """[N + 1] of `OP`."""
     uses: Records
     """[E] of `USE`."""
+    things: Records
+    """Of `THING`."""
     buffers: Records
     """[B + 1] of `BUFFER`; the last stands for what takes no memory, so that the kernel need not
     ask."""
@@ -122,8 +120,10 @@ class Scratch(NamedTuple):
     """[E + 1]"""
     same_way: Uints
     """[E] the next use that the same transfer serves, E after the last."""
-    latest: Uints
-    """[D] the use on each device that was last looked at."""
+    latest_use: Uints
+    """[D] the last use that made or joined a transfer to each device."""
+    latest_thing: Uints
+    """[D] the thing that was last sent to each device."""
     ready: Uints
     """[N + 1] ops that the current event made ready."""
 
@@ -146,7 +146,8 @@ class Scratch(NamedTuple):
             next_use=np.zeros(uses + 1, dtype=UINT),
             use_end=np.zeros(uses + 1),
             same_way=np.zeros(uses + 1, dtype=UINT),
-            latest=np.zeros(devices, dtype=UINT),
+            latest_use=np.zeros(devices, dtype=UINT),
+            latest_thing=np.zeros(devices, dtype=UINT),
             ready=np.zeros(ops + 1, dtype=UINT),
         )
 
@@ -251,18 +252,20 @@ def simulate(
     numba compiles it twice: without a log, and with one for timelines.
     """
     allowed = tables.allowed
-    ops, uses, seconds, kind_of = tables.ops, tables.uses, tables.seconds, tables.kind_of
-    group_of, own, released = tables.group_of, tables.own, tables.released
+    ops, uses, things = tables.ops, tables.uses, tables.things
+    seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
+    own, released = tables.own, tables.released
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
     next_op, op_end = scratch.next_op, scratch.op_end
     next_use, use_end = scratch.next_use, scratch.use_end
-    same_way, latest, ready = scratch.same_way, scratch.latest, scratch.ready
+    same_way, ready = scratch.same_way, scratch.ready
+    latest_use, latest_thing = scratch.latest_use, scratch.latest_thing
     overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
     memory = _Memory(tables.buffers, state, holders, scratch.used, scratch.peak, limit)
-    # Times are never negative, so they compare like their bits, which takes half the time.
+    # Times are never negative, so they compare like their bits, and integers compare faster.
     head_bits = head_end.view(np.int64)
 
     num_ops = UINT(group_of.size)
@@ -283,7 +286,7 @@ def simulate(
             state[op].device = placements[row, group_of[op]]
             state[op].waits_for = ops[op].waits_for
         overflow = _reset_memory(tables, memory)
-        latest[:] = num_uses
+        latest_thing[:] = things.size
         free_at[:] = 0.0
         head_end[:] = np.inf
         tail[:num_servers] = num_ops
@@ -347,7 +350,8 @@ def simulate(
                 cause = np.int64(op)
                 for use in range(ops[op].uses, ops[op + 1].uses):
                     user = uses[use].op
-                    buffer = uses[use].buffer
+                    thing = uses[use].thing
+                    buffer = things[thing].buffer
                     target = state[user].device
                     if target == device:
                         holders[buffer * num_devices + device] += 1
@@ -357,18 +361,18 @@ def simulate(
                         num_ready = UINT(num_ready + (waits_for == 0))
                         continue
                     same_way[use] = num_uses
-                    before = latest[target]
-                    latest[target] = use
-                    # first <= before < use, asked in one: the same thing is already on its way.
-                    if UINT(before - uses[use].first) < UINT(use - uses[use].first):
+                    before = latest_use[target]
+                    latest_use[target] = use
+                    if latest_thing[target] == thing:  # it is already on its way there
                         same_way[before] = use
                         holders[buffer * num_devices + target] += 1
                         continue
+                    latest_thing[target] = thing
                     route = device * num_devices + target
                     start = now
                     for j in range(hops):
                         start = max(start, free_at[routes[route * hops + j]])
-                    end = start + latency[route] + uses[use].bytes * per_byte[route]
+                    end = start + latency[route] + things[thing].bytes * per_byte[route]
                     for j in range(hops):
                         free_at[routes[route * hops + j]] = end
                     if log is not None:
@@ -415,8 +419,9 @@ def simulate(
                     ready[num_ready] = user
                     num_ready = UINT(num_ready + (waits_for == 0))
                     served = same_way[served]
-                device = state[uses[use].producer].device
-                _release(memory, uses[use].buffer, device, num_devices, now, log)
+                thing = uses[use].thing
+                device = state[things[thing].producer].device
+                _release(memory, things[thing].buffer, device, num_devices, now, log)
 
         results.step_seconds[row] = now
         results.peak_bytes[row] = memory.peak
