@@ -82,7 +82,7 @@ made = problem()
 journal = Journal({str(tmp_path / "j.jsonl")!r}, made)
 while True:
     journal.append(trials(made, 5))
-    print(len(journal.trials), flush=True)
+    print(5, flush=True)
 """
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
@@ -90,7 +90,7 @@ while True:
         assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(40)]
         os.kill(process.pid, signal.SIGKILL)
-    assert len(read_trials(tmp_path / "j.jsonl", problem())) >= said[-1]
+    assert len(read_trials(tmp_path / "j.jsonl", problem())) >= sum(said)
 
 
 def test_a_journal_of_another_problem_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -15,15 +15,13 @@ from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
-from placewright.files import write_json
+from placewright.files import read_json, write_json
 from placewright.graph import Graph
 from placewright.journal import Journal
 from placewright.measurement import Trial
 from placewright.placement import Placement
-from placewright.placers.base import Placer
-from placewright.placers.exact import Exact
-from placewright.problem import Problem, make_problem
-from placewright.search import Budget, MethodResult, Progress, better, search
+from placewright.problem import Constraints, Problem, make_problem
+from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
 from placewright.simulator import Simulator, lower_bounds
 
 
@@ -124,6 +122,7 @@ class Result:
         """Writes `placement.json`, `trace.json` and `summary.json` (the journal is there already
         when the search was given the directory)."""
         folder = Path(directory)
+        check_directory(folder, self.problem)
         _make_directory(folder)
         if self.best is not None:
             self.best.placement.save(folder / "placement.json", self.problem)
@@ -140,36 +139,49 @@ def row(result: MethodResult) -> dict[str, Any]:
         "step_seconds": measurement.mean_seconds if measurement and ok else None,
         "outcome": measurement.outcome.value if measurement else "nothing proposed",
         "peak_bytes": list(measurement.peak_bytes) if measurement else None,
-        "reason": measurement.reason if measurement else "",
+        "reason": measurement.reason if measurement else result.why_not,
         "trials": result.trials,
         "search_seconds": result.seconds,
     }
 
 
 def place(
-    graph: Graph,
+    graph: Graph | Problem,
     cluster: Cluster | str = "local",
     *,
     method: str = "auto",
-    budget: float | None = None,
+    budget: float | str | None = None,
     trials: int | None = None,
     seed: int = 0,
+    constraints: Constraints | None = None,
     directory: str | Path | None = None,
 ) -> Result:
     """Searches for a fast placement of a graph on a cluster.
 
-    `budget` is in seconds (60 when neither it nor `trials` is given). With a `directory` every
-    trial is recorded there, and the result saved; a directory that holds an unfinished run of the
-    same problem is continued.
+    Args:
+        graph: what to place; or a whole `Problem` (`make_problem` makes one with a grouping and
+            costs of your own), which brings its cluster and constraints with it.
+        cluster: a `Cluster`, the name of a preset, or a file.
+        method: `auto`, or names of methods separated by commas.
+        budget: seconds, or a text such as `5m`; 60 s when neither this nor `trials` is given.
+        trials: how many placements to try at most.
+        seed: the same seed and number of trials give the same result.
+        constraints: what to pin, forbid or keep together.
+        directory: where to record every trial and save the result. A directory that holds a run of
+            the same problem is continued; one of another problem is refused.
     """
-    cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-    problem = make_problem(graph, cluster)
+    if isinstance(graph, Problem):
+        problem = graph
+    else:
+        cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+        problem = make_problem(graph, cluster, constraints=constraints)
     if budget is None and trials is None:
         budget = 60.0
+    seconds = parse_duration(budget) if isinstance(budget, str) else budget
     result = run(
         problem,
         placers.parse(method),
-        Budget(seconds=budget, trials=trials),
+        Budget(seconds=seconds, trials=trials),
         seed=seed,
         directory=directory,
     )
@@ -189,14 +201,17 @@ def run(
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Runs the methods one after another and gathers what they found."""
-    started = time.monotonic()
     bounds = lower_bounds(problem)
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     evaluator: Evaluator = SimulatedEvaluator(problem)
-    chosen = placers.make(methods, problem, seed=seed, seconds=budget.seconds)
+    chosen = placers.make(methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials)
+    # The first evaluation compiles the simulator, which is nobody's search time.
+    evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
+    started = time.monotonic()
     journal = None
     if directory is not None:
+        check_directory(Path(directory), problem)
         _make_directory(Path(directory))
         journal = Journal(Path(directory) / "journal.jsonl", problem)
     try:
@@ -214,20 +229,35 @@ def run(
         problem=problem,
         best=best,
         methods=tuple(progress.results()),
-        lower_bound_seconds=_best_bound(bounds.best, chosen, best),
+        lower_bound_seconds=_best_bound(
+            [bounds.best, *(p.lower_bound_seconds for p in chosen)], best
+        ),
         seconds=time.monotonic() - started,
         seed=seed,
         interrupted=stop(),
     )
 
 
-def _best_bound(bound: float, chosen: Sequence[Placer], best: Trial | None) -> float:
-    """What the exact placer proved may be better than the general bounds."""
-    for placer in chosen:
-        if isinstance(placer, Exact) and placer.lower_bound_seconds is not None:
-            bound = max(bound, placer.lower_bound_seconds)
+def _best_bound(bounds: Sequence[float], best: Trial | None) -> float:
+    """What a placer proved may be better than the general bounds."""
+    bound = max(bounds)
     # Proofs and simulation round differently in the last digits.
     return bound if best is None else min(bound, best.measurement.mean_seconds)
+
+
+def check_directory(folder: Path, problem: Problem) -> None:
+    """Raises when the directory holds results of another problem, which would be overwritten."""
+    summary = folder / "summary.json"
+    if summary.is_file():
+        document = read_json(summary, SearchError, what="summary")
+        made_for = document.get("problem") if isinstance(document, dict) else None
+        if made_for != problem.fingerprint:
+            raise SearchError(
+                f"{folder}: holds results for problem {made_for}, this one is "
+                f"{problem.fingerprint}; choose another directory"
+            )
+    elif (folder / "placement.json").exists():
+        raise SearchError(f"{folder}: holds a placement.json of something else")
 
 
 def _make_directory(folder: Path) -> None:

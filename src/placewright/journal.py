@@ -21,7 +21,8 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class Journal:
-    """Appends trials to a file. Opening it loads what is there already, in `trials`.
+    """Appends trials to a file. Opening it loads what is there already: `trials`, which stays as
+    it was then.
 
     A kill at any byte loses at most the line being written: a torn last line is dropped on load,
     with a warning, and overwritten by the next one.
@@ -47,7 +48,6 @@ class Journal:
             self._file.flush()
         except OSError as fault:
             raise SearchError(f"{self.path}: cannot be written: {fault.strerror}") from None
-        self.trials += trials
 
     def close(self) -> None:
         try:
@@ -100,7 +100,7 @@ def _parse(data: bytes, problem: Problem, path: Path) -> tuple[list[Trial], int]
             raise SearchError(f"{path}: line {number} is not JSON; was the file edited?")
         try:
             trials.append(_from_json(record, problem))
-        except (PlacementError, KeyError, TypeError, ValueError) as fault:
+        except (PlacementError, KeyError, TypeError, ValueError, OverflowError) as fault:
             raise SearchError(f"{path}: line {number}: {fault}") from None
         good += len(line)
     return trials, good

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,21 @@ BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
 
 _MOST_IDLE_BATCHES = 100
-"""After so many batches of placements that were all tried before, a placer is done: on a small
-problem a random one would otherwise never use up a budget of trials."""
+"""After so many batches of placements that were all tried before (and twice as many as the journal
+of a resumed run can explain), a placer is done: on a small problem a random one would otherwise
+never use up a budget of trials."""
+
+_MOST_REMEMBERED = 100_000
+"""Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
+memory of a long search."""
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90`, `90s`, `5m` or `1h`."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)(ms|s|m|h)?\s*", text)
+    if not match:
+        raise SearchError(f"{text!r} is not a time such as 90s, 5m or 1h")
+    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,8 @@ class MethodResult:
     best: Trial | None
     """Its fastest trial, or a failed one when none ran; None when it proposed nothing."""
     trials: int
+    why_not: str = ""
+    """Why it proposed nothing, where it says so."""
     seconds: float
     """Time it took, finding and evaluating placements together."""
 
@@ -57,11 +73,14 @@ class Progress:
     budget: Budget
     started: float
     trials: int = 0
+    resumed: int = 0
+    """How many of the trials came from the journal."""
     placer: str = ""
     best: Trial | None = None
     best_of: dict[str, Trial] = field(default_factory=dict)
     trials_of: dict[str, int] = field(default_factory=dict)
     seconds_of: dict[str, float] = field(default_factory=dict)
+    why_not_of: dict[str, str] = field(default_factory=dict)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -73,6 +92,7 @@ class Progress:
                 method=name,
                 best=self.best_of.get(name),
                 trials=self.trials_of[name],
+                why_not=self.why_not_of.get(name, ""),
                 seconds=self.seconds_of[name],
             )
             for name in self.trials_of
@@ -110,12 +130,18 @@ def search(
     known: dict[Placement, Measurement] = {}
     told: list[Trial] = []
     progress = Progress(budget=budget, started=time.monotonic())
+    for placer in placers:
+        progress.trials_of[placer.name] = 0
+        progress.seconds_of[placer.name] = 0.0
     earlier_seconds = 0.0
     for trial in journal.trials if journal is not None else ():
         progress.count(trial)
         known[trial.placement] = trial.measurement
         told.append(trial)
+        progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)
+    progress.resumed = len(told)
+    most_idle = _MOST_IDLE_BATCHES + 2 * len(told) // BATCH
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
@@ -134,15 +160,13 @@ def search(
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
         idle_batches = 0
         progress.placer = placer.name
-        progress.trials_of.setdefault(placer.name, 0)
-        progress.seconds_of.setdefault(placer.name, 0.0)
         if told:
             placer.tell(told)
         while not (
             stop()
             or progress.elapsed_seconds >= until_seconds
             or progress.trials >= until_trials
-            or idle_batches >= _MOST_IDLE_BATCHES
+            or idle_batches >= most_idle
         ):
             batch_started = time.monotonic()
             asked = placer.ask(int(min(BATCH, until_trials - progress.trials)))
@@ -168,25 +192,30 @@ def search(
                 for placement, measurement in zip(new, measurements, strict=True)
             ]
             known.update(zip(new, measurements, strict=True))
+            answered = [known[placement] for placement in asked]
+            while len(known) > _MOST_REMEMBERED:
+                del known[next(iter(known))]
             if journal is not None and trials:
                 journal.append(trials)
             for trial in trials:
                 progress.count(trial)
-            told += trials
+            if number + 1 < len(placers):  # for those that come after
+                told += trials
             # What it asked for but others had tried is told as its own: that is what it proposed.
             answers = [
                 Trial(
                     placement=placement,
-                    measurement=known[placement],
+                    measurement=measurement,
                     placer=placer.name,
                     seed=seed,
                     at_seconds=at_seconds,
                 )
-                for placement in asked
+                for placement, measurement in zip(asked, answered, strict=True)
             ]
             for answer in answers:
                 progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
             placer.tell(answers)
             progress.seconds_of[placer.name] += time.monotonic() - batch_started
             observe(progress)
+        progress.why_not_of[placer.name] = placer.why_not
     return progress

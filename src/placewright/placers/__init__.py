@@ -47,6 +47,8 @@ class Settings:
     seed: int
     seconds: float | None
     """How long the whole search may take; a method that cannot be stopped keeps to a part of it."""
+    trials: int | None
+    """How many placements the whole search may try; likewise."""
 
 
 def _one_shot(function: Callable[[Problem], Sequence[Placement]]) -> Callable[[Settings], Placer]:
@@ -60,8 +62,16 @@ def _single(settings: Settings) -> Placer:
 
 
 def _exact(settings: Settings) -> Placer:
+    # In a search of several methods it must leave some of the budget to the others. A thousand
+    # placements of a problem small enough to try them all take well under a second.
+    most = ExactConfig.max_placements
+    if settings.seconds is not None:
+        most = min(most, int(1000 * settings.seconds))
+    if settings.trials is not None:
+        most = min(most, settings.trials // 2)
     seconds = 60.0 if settings.seconds is None else settings.seconds / 3
-    return Exact(settings.problem, ExactConfig(max_seconds=seconds), seed=settings.seed)
+    config = ExactConfig(max_placements=most, max_seconds=seconds)
+    return Repairing(Exact(settings.problem, config, seed=settings.seed))
 
 
 METHODS: dict[str, Method] = {
@@ -146,10 +156,19 @@ def _installed(names: Sequence[str]) -> list[str]:
 
 
 def make(
-    names: Sequence[str], problem: Problem, *, seed: int = 0, seconds: float | None = None
+    names: Sequence[str],
+    problem: Problem,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    trials: int | None = None,
 ) -> list[Placer]:
     """The placers of these names, in order."""
+    if not 0 <= seed < 2**31:  # what all the libraries take
+        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
     return [
-        METHODS[name].make(Settings(name=name, problem=problem, seed=seed, seconds=seconds))
+        METHODS[name].make(
+            Settings(name=name, problem=problem, seed=seed, seconds=seconds, trials=trials)
+        )
         for name in names
     ]

@@ -21,6 +21,10 @@ class Placer(ABC):
     """The method's name in tables, journals and on the command line."""
     endless: bool = False
     """Whether it goes on proposing until stopped, and so needs a share of the budget."""
+    why_not: str = ""
+    """Why it has nothing to propose, in one line, where that needs saying."""
+    lower_bound_seconds: float = 0.0
+    """What it has proved that no placement's step takes less than."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,10 @@ _MAX_TICKS = 10**11
 
 _MEMORY_UNIT = 1 << 10
 """Memory is counted in KiB: sums of bytes come too close to what CP-SAT's integers can hold."""
+
+
+_GRACE_SECONDS = 60.0
+"""What starting CP-SAT's process and building its model may take on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +79,10 @@ class Exact(Placer):
         super().__init__(problem)
         self.config = config or ExactConfig()
         self.seed = seed
-        self.why_not = ""
-        """Why there is nothing to propose, in one line; empty when there is."""
         self.proven = False
         """Whether the search is complete: nothing is faster than `lower_bound_seconds`, and (for
         CP-SAT: with its own order of ops) a proposed placement reaches it."""
         self.lower_bound_seconds = quick_bound_seconds(problem)
-        """No placement's step takes less."""
         self._told: set[bytes] = set()
         self._best: Trial | None = None
         self._count = count_placements(problem)
@@ -114,7 +115,10 @@ class Exact(Placer):
                 self._best = trial
         if len(self._told) == self._count and self._best is not None:
             self.proven = True
-            self.lower_bound_seconds = self._best.measurement.mean_seconds
+            if self._best.measurement.ok:
+                self.lower_bound_seconds = self._best.measurement.mean_seconds
+            else:
+                self.why_not = f"none of all {self._count} placements runs"
 
     def _solve(self) -> list[Placement]:
         """Placements CP-SAT found, the best first."""
@@ -127,7 +131,6 @@ class Exact(Placer):
         if found.infeasible:
             self.why_not = "no placement: the variables do not fit the devices' memory"
             self.proven = True
-            self.lower_bound_seconds = math.inf
             return []
         # A little less, for the small change that `Machine.ticks` does not count.
         bound = found.bound * machine.tick_seconds * (1 - 1e-9)
@@ -154,23 +157,31 @@ class Exact(Placer):
             raise MissingExtraError("the exact placer", "placers")
         with tempfile.TemporaryDirectory(prefix="placewright-") as folder:
             self.problem.save(Path(folder) / "problem.json")
-            request = {
+            request: dict[str, Any] = {
                 "start": start,
                 "seconds": max(0.01, deadline - time.monotonic()),
                 "work": self.config.max_work,
                 "workers": self.config.workers,
                 "seed": self.seed,
             }
-            result = subprocess.run(
-                [sys.executable, "-m", "placewright.placers.cp_sat", f"{folder}/problem.json"],
-                input=json.dumps(request),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        if result.returncode != 0:
+            try:
+                result = subprocess.run(
+                    # -P: a file of the user's in this directory must not stand in for a library.
+                    [sys.executable, "-P", "-m", "placewright.placers.cp_sat",
+                     f"{folder}/problem.json"],
+                    input=json.dumps(request),
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=request["seconds"] + _GRACE_SECONDS,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                self.why_not = "CP-SAT did not keep to its time"
+        if not self.why_not and result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             self.why_not = f"CP-SAT ended with code {result.returncode}: {last}"
+        if self.why_not:
+            logger.warning("exact: %s", self.why_not)
             return None
         answer = json.loads(result.stdout)
         bound = math.inf if answer["bound"] is None else answer["bound"]

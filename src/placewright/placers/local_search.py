@@ -219,8 +219,6 @@ class LocalSearch(Placer):
         better = score < answered.parent_score
         if answered.move:
             self._moves.learn(answered.move, better)
-        if better and answered.parent is chain.devices:
-            pass
         if better:
             chain.gains.append(_change(answered.parent, devices))
         if self._accepts(chain, score):

@@ -106,6 +106,14 @@ class Repairing(Placer):
         """What was proposed, and after how many repairs."""
         self._repaired: deque[Placement] = deque()
 
+    @property
+    def why_not(self) -> str:  # type: ignore[override]
+        return self._placer.why_not
+
+    @property
+    def lower_bound_seconds(self) -> float:  # type: ignore[override]
+        return self._placer.lower_bound_seconds
+
     def ask(self, count: int) -> list[Placement]:
         placements: list[Placement] = []
         while self._repaired and len(placements) < count:
