@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -123,6 +125,28 @@ def test_costs_of_another_graph_are_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"roofline"', '"guess"', 1))
     with pytest.raises(CostsError, match="malformed costs"):
         Costs.load(path, model())
+
+
+def test_a_table_of_measured_times_may_be_partial(tmp_path: Path) -> None:
+    graph = model()
+    path = tmp_path / "measured.json"
+
+    def load(kinds: object) -> Costs:
+        path.write_text(json.dumps({"format": "placewright-costs/1", "kinds": kinds}))
+        return Costs.load(path, graph)
+
+    merged = estimate_costs(graph, CLUSTER, [load({"g": {"conv": 0.5}})])
+    assert merged.op_seconds[0, graph.op_index["conv"]] == 0.5
+    assert merged.counts()["g"][Source.TABLE] == 1
+    for bad, message in [
+        ({"g": {"nothing": 1.0}}, "'m' has no op 'nothing'"),
+        ({"g": {"conv": -1.0}}, "cannot take -1.0 seconds"),
+        ({"g": {"conv": "long"}}, "cannot take 'long' seconds"),
+        ({"g": 3}, "must map op names to seconds"),
+        (3, "'kinds' must map device kinds"),
+    ]:
+        with pytest.raises(CostsError, match=re.escape(message)):
+            load(bad)
 
 
 def test_nan_and_negative_costs_are_refused() -> None:

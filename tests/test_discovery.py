@@ -88,5 +88,18 @@ def test_nvlink_joins_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.routes.latency_seconds[1, 2] == pytest.approx(5e-6)
 
 
+def test_a_gpu_that_tells_nothing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml = Nvml(1)
+
+    def refuse(handle: int) -> int:
+        raise nvml.NVMLError("not supported")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceGetNumGpuCores", refuse)
+    assert discover(monkeypatch, nvml).device_names == ("cpu:0",)
+    assert "GPU 0 is left out" in caplog.text
+
+
 def test_no_driver_means_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert discover(monkeypatch, Nvml(0)).device_names == ("cpu:0",)

@@ -131,6 +131,16 @@ def op(**fields: Any) -> dict[str, Any]:
         (op(flops=-1), "'flops' of op 'a' must be finite and not negative, not -1"),
         (op(flops="many"), "'flops' of op 'a' must be a number, not 'many'"),
         (op(seconds={"gpu": -0.1}), "seconds of op 'a' on gpu must be finite and not negative"),
+        (op(flops=10**400), "'flops' of op 'a' must be finite"),
+        (op(param_bytes=2**61), "must be a whole number that is not negative (nor absurd)"),
+        (
+            document(ops=[{"name": n, "type": "t", "param_bytes": 2**59} for n in "abc"]),
+            "is the unit of bytes right?",
+        ),
+        (
+            document(ops=[{"name": n, "type": "t", "flops": 1e308} for n in "ab"]),
+            "add up to infinity",
+        ),
         (op(param_bytes=-5), "'param_bytes' of op 'a' must be a whole number"),
         (op(param_bytes=1.5), "'param_bytes' of op 'a' must be a whole number"),
         (op(outputs=[{"shape": [2]}]), "needs 'bytes', or a 'shape' and a 'dtype'"),

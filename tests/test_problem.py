@@ -168,6 +168,12 @@ def test_placements_for_another_problem_are_refused(tmp_path: Path) -> None:
         Placement.of(made, [0, 1, 2, 3])
     with pytest.raises(PlacementError, match="was made for problem"):
         Placement.of(made, [0] * 4).check(make_problem(model(), Cluster.load("k80x4")))
+    other = model(5)
+    with pytest.raises(PlacementError, match="placement of another graph"):
+        Placement.load(path, make_problem(other, made.cluster))
+    path.write_text('{"format": "placewright-placement/1", "groups": {"a": ["x"]}}')
+    with pytest.raises(PlacementError, match="covers 1 groups"):
+        Placement.load(path, made)
     path.write_text("{}")
     with pytest.raises(PlacementError, match="not a placement file"):
         Placement.load(path, made)

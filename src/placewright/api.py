@@ -82,9 +82,11 @@ class Result:
         return [row(result) for result in self.methods]
 
     def why_none(self) -> str:
-        failed = next((r.best for r in self.methods if r.best is not None), None)
-        example = f"; for example: {failed.measurement.reason}" if failed else ""
-        return f"none of the {self.trials} placements tried ran{example}"
+        reasons = [f"{m.method}: {m.why_not}" for m in self.methods if m.why_not]
+        failed = next((m.best for m in self.methods if m.best is not None), None)
+        if failed is not None:
+            reasons.insert(0, f"for example {failed.measurement.reason}")
+        return f"none of the {self.trials} placements tried ran; {'; '.join(reasons)}"
 
     def placement_by_op(self) -> dict[str, str]:
         """Op name -> device name of the best placement."""

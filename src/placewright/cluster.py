@@ -422,7 +422,10 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 def _quantity(value: object, units: Mapping[str, float], what: str) -> float:
     """A plain number in base units, or text such as `12 GB` or `15us`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            return math.inf
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(\S*)\s*", value)
         if match and (match[2] in units or not match[2]):
@@ -436,8 +439,8 @@ def _quantity(value: object, units: Mapping[str, float], what: str) -> float:
 
 def _bytes(value: object, what: str) -> int:
     size = _quantity(value, _BYTES, what)
-    if not math.isfinite(size):
-        raise ClusterError(f"{what} must be finite, not {value!r}")
+    if not abs(size) < 2**60:
+        raise ClusterError(f"{what} must be a size that a machine can have, not {value!r:.40}")
     return int(size)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,7 +107,9 @@ class Costs:
     def from_json(document: object, graph: Graph, *, where: str) -> Costs:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise CostsError(f"{where}: not a costs file ({FORMAT})")
-        if document.get("ops") != list(graph.op_names):
+        if "ops" not in document:
+            return _measured_table(document, graph, where)
+        if document["ops"] != list(graph.op_names):
             raise CostsError(
                 f"{where}: made for another graph ({document.get('graph')}, this one is "
                 f"{graph.fingerprint})"
@@ -125,11 +128,33 @@ class Costs:
                 op_seconds=frozen(np.array(seconds, dtype=np.float64)),
                 source=frozen(np.array(sources, dtype=np.uint8)),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, CostsError) as fault:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, OverflowError, CostsError
+        ) as fault:  # fmt: skip
             raise CostsError(f"{where}: malformed costs: {fault}") from None
         if costs.op_seconds.shape != (len(costs.kinds), graph.num_ops):
             raise CostsError(f"{where}: covers {costs.op_seconds.shape[-1]} ops, not all")
         return costs
+
+
+def _measured_table(document: Mapping[str, Any], graph: Graph, where: str) -> Costs:
+    """Times that another tool measured: by device kind, by op name, as many as it has."""
+    kinds = document.get("kinds")
+    if not isinstance(kinds, dict):
+        raise CostsError(f"{where}: 'kinds' must map device kinds to {{op name: seconds}}")
+    seconds = np.zeros((len(kinds), graph.num_ops))
+    source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
+    for k, (kind, times) in enumerate(kinds.items()):
+        if not isinstance(times, dict):
+            raise CostsError(f"{where}: times of kind {kind!r} must map op names to seconds")
+        for name, value in times.items():
+            if name not in graph.op_index:
+                raise CostsError(f"{where}: {graph.name!r} has no op {name!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise CostsError(f"{where}: op {name!r} on {kind!r} cannot take {value!r} seconds")
+            seconds[k, graph.op_index[name]] = min(value, sys.float_info.max)
+            source[k, graph.op_index[name]] = Source.TABLE
+    return Costs(kinds=tuple(kinds), op_seconds=frozen(seconds), source=frozen(source))
 
 
 def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ()) -> Costs:

@@ -7,11 +7,14 @@ same description every time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _PCIE_GB_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _PCIE_SHARE = 0.8
@@ -31,7 +34,7 @@ def local_document() -> dict[str, Any]:
             "peak_flops": _core_flops() * cores / slots,
             # One channel of DDR4 to a core, at most six channels in all: the usual server.
             "memory_bandwidth": 15e9 * min(cores, 6) / slots,
-            "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory": _usable_memory(),
             "slots": slots,
             "dispatch": 2e-6,
             "launch": 1e-6,
@@ -51,6 +54,16 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _usable_memory() -> int:
+    """The machine's memory, or the limit of the container this runs in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no such file, or "max"
+        return memory
+    return min(memory, limit)
 
 
 def _core_flops() -> float:
@@ -89,25 +102,32 @@ def _add_gpus(
     nvml: Any, kinds: dict[str, Any], devices: list[dict[str, Any]], links: list[dict[str, Any]]
 ) -> None:
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    found = []
     for i, handle in enumerate(handles):
-        name = nvml.nvmlDeviceGetName(handle)
-        kind = next((kind for part, kind in _KNOWN_GPUS if part in name), None)
-        if kind is None:
-            kind = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-            kinds[kind] = _gpu_kind(nvml, handle)
-        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        try:
+            name = nvml.nvmlDeviceGetName(handle)
+            kind = next((kind for part, kind in _KNOWN_GPUS if part in name), None)
+            if kind is None:
+                kind = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+                kinds[kind] = _gpu_kind(nvml, handle)
+            memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            bandwidth = _pcie_bytes_per_second(nvml, handle)
+        except nvml.NVMLError as error:  # virtual GPUs and parts of one tell less
+            logger.warning("GPU %d is left out: its driver does not say what it is (%s)", i, error)
+            continue
+        found.append(i)
         devices.append({"name": f"gpu:{i}", "kind": kind, "memory": memory})
         links.append(
             {
                 "name": f"pcie{i}",
                 "latency": 10e-6,
-                "bandwidth": _pcie_bytes_per_second(nvml, handle),
+                "bandwidth": bandwidth,
                 "pairs": [[f"gpu:{i}", "cpu:0"]],
             }
         )
-    for i in range(len(handles)):
-        for j in range(i + 1, len(handles)):
-            if _has_nvlink(nvml, handles[i], handles[j]):
+    for i in found:
+        for j in found:
+            if i < j and _has_nvlink(nvml, handles[i], handles[j]):
                 links.append(
                     {
                         "name": f"nvlink{i}-{j}",

@@ -41,6 +41,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 have no fixed size and need explicit bytes."""
 
 
+_MOST_BYTES = 2**60
+"""A billion gigabytes: what all tensors and variables of a graph may have together."""
+
+
 class Tensor(NamedTuple):
     """One output of an operation."""
 
@@ -490,17 +494,23 @@ def _texts(value: object, what: str) -> tuple[str, ...]:
 
 
 def _whole(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-        raise ModelError(f"{what} must be a whole number that is not negative, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_BYTES:
+        raise ModelError(
+            f"{what} must be a whole number that is not negative (nor absurd), not {value!r:.40}"
+        )
     return value
 
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ModelError(f"{what} must be a number, not {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise ModelError(f"{what} must be finite and not negative, not {value!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's whole numbers can have hundreds of digits
+        number = math.inf
+    if not math.isfinite(number) or number < 0:
+        raise ModelError(f"{what} must be finite and not negative, not {value!r:.40}")
+    return number
 
 
 def _build(
@@ -513,6 +523,7 @@ def _build(
         _check_op(op)
         if index.setdefault(op.name, i) != i:
             raise ModelError(f"two ops are named {op.name!r}; op names must be unique")
+    _check_totals(ops)
     for edge in edges:
         _check_edge(edge, ops, index)
 
@@ -579,6 +590,8 @@ def _check_op(op: Op) -> None:
         if not text:
             raise ModelError("an op has an empty name or type")
         _check_unicode(text, "the name or type of an op")
+    if isinstance(op.kernels, str) or isinstance(op.colocate, str):
+        raise ModelError(f"kernels and colocate of op {op.name!r} are tuples of strings, not one")
     for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
         if size < 0:
             raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
@@ -588,6 +601,17 @@ def _check_op(op: Op) -> None:
             raise ModelError(
                 f"{label} of op {op.name!r} must be finite and not negative, not {value}"
             )
+
+
+def _check_totals(ops: Sequence[Op]) -> None:
+    # Sums are made in 64 bits and in floating point; beyond this they would silently be wrong.
+    total = sum(op.param_bytes + op.slot_bytes + sum(t.bytes for t in op.outputs) for op in ops)
+    if total > _MOST_BYTES:
+        raise ModelError(f"the ops have {total:.3g} bytes in all; is the unit of bytes right?")
+    flops = sum(op.flops or 0.0 for op in ops)
+    seconds = sum(value for op in ops for value in op.seconds.values())
+    if not (math.isfinite(flops) and math.isfinite(seconds)):
+        raise ModelError("the FLOPs or seconds of all ops add up to infinity")
 
 
 def _check_edge(edge: Edge, ops: Sequence[Op], index: Mapping[str, int]) -> None:

@@ -59,6 +59,7 @@ class Placement:
             "format": FORMAT,
             "problem": self.problem,
             "graph": problem.graph.name,
+            "graph_fingerprint": problem.graph.fingerprint,
             "cluster": problem.cluster.name,
             "groups": {
                 group: names[device]
@@ -72,12 +73,19 @@ class Placement:
         """Reads a placement for this problem.
 
         Groups and devices are matched by name, so a placement can be tried under other costs or on
-        a cluster with other speeds; it must cover exactly the problem's groups.
+        a cluster with other speeds; it must be for the same graph and cover exactly the problem's
+        groups.
         """
         document = read_json(path, PlacementError, what="placement")
         groups = document.get("groups") if isinstance(document, dict) else None
         if not isinstance(groups, dict) or document.get("format") != FORMAT:
             raise PlacementError(f"{path}: not a placement file ({FORMAT})")
+        made_for = document.get("graph_fingerprint", problem.graph.fingerprint)
+        if made_for != problem.graph.fingerprint:
+            raise PlacementError(
+                f"{path}: placement of another graph ({document.get('graph')!r}, {made_for}), this "
+                f"one is {problem.graph.name!r}, {problem.graph.fingerprint}; another batch?"
+            )
         if len(groups) != problem.grouping.num_groups:
             raise PlacementError(
                 f"{path}: placement covers {len(groups)} groups, the problem has "
@@ -91,7 +99,7 @@ class Placement:
                     f"{path}: no device for group {group!r}; the placement is for model "
                     f"{document.get('graph')!r}, this one is {problem.graph.name!r}"
                 )
-            if groups[group] not in numbers:
+            if not isinstance(groups[group], str) or groups[group] not in numbers:
                 raise PlacementError(
                     f"{path}: group {group!r} is on {groups[group]!r}, which cluster "
                     f"{problem.cluster.name!r} does not have ({', '.join(numbers)})"

@@ -108,6 +108,44 @@ def test_pins_and_forbidden_devices(run: Callable[..., Any], graph_file: Path) -
     assert "op[02]" in placed
 
 
+def test_no_placement_fits_although_the_total_would(run: Callable[..., Any]) -> None:
+    ops = [{"name": f"v{i}", "type": "Variable", "param_bytes": 7 * 10**9} for i in range(3)]
+    Path("three.json").write_text(json.dumps({"ops": ops, "edges": []}))
+    gpus = "devices: [{name: a, kind: tesla-k80}, {name: b, kind: tesla-k80}]\n"
+    link = "links: [{name: l, latency: 1us, bandwidth: 1 GB/s, pairs: [[a, b]]}]"
+    Path("two.yaml").write_text(gpus + link)
+    result = run("place", "three.json", "-c", "two.yaml", "--trials", "200", "-o", "out")
+    assert result.code in (1, 2)
+    assert "Traceback" not in result.err
+    if result.code == 1:
+        assert "no placement found" in result.out
+        assert json.loads(Path("out/summary.json").read_text())["step_seconds"] is None
+        assert not Path("out/placement.json").exists()
+    compared = run("compare", "three.json", "-c", "two.yaml", "--trials", "50", "--json")
+    assert compared.code in (0, 2)
+
+
+def test_exact_says_why_it_has_nothing(run: Callable[..., Any]) -> None:
+    ops = [{"name": f"op{i}", "type": "t"} for i in range(400)]
+    Path("large.json").write_text(json.dumps({"ops": ops, "edges": []}))
+    result = run("place", "large.json", "-c", "k80x2", "-m", "exact", "-o", "out")
+    assert result.code == 1
+    assert "the graph has 400 ops" in result.out
+
+
+def test_a_trial_budget_reaches_every_method(run: Callable[..., Any], graph_file: Path) -> None:
+    result = run("place", graph_file, "-c", "k80x2", "--trials", "500", "-o", "out", "--json")
+    trials = {row["method"]: row["trials"] for row in result.json["methods"]}
+    assert trials["local-search"] > 100
+
+
+def test_resuming_a_long_random_run_goes_on(run: Callable[..., Any], graph_file: Path) -> None:
+    arguments = ("place", graph_file, "-c", "k80x4", "-m", "random")
+    run(*arguments, "--trials", "7000", "-o", "out")
+    run(*arguments, "--trials", "7500", "--resume", "out")
+    assert len(Path("out/journal.jsonl").read_bytes().splitlines()) == 7500
+
+
 def test_a_model_no_device_can_hold(run: Callable[..., Any]) -> None:
     op = {"name": "v", "type": "Variable", "param_bytes": 10**15}
     Path("huge.json").write_text(json.dumps({"ops": [op], "edges": []}))
@@ -123,14 +161,18 @@ def test_a_model_no_device_can_hold(run: Callable[..., Any]) -> None:
     [
         (["--budget", "0s"], "a budget of 0 seconds leaves no time"),
         (["--trials", "0"], "a budget of 0 trials"),
-        (["--budget", "soon"], "expected a time such as"),
+        (["--budget", "soon"], "'soon' is not a time such as"),
         (["-m", "scoth"], "unknown method 'scoth'; did you mean scotch?"),
         (["-m", ""], "unknown method ''"),
         (["--resume", "nowhere"], "holds no run to continue"),
         (["--pin", "branch"], "expected REGEX=DEVICE"),
         (["--pin", "branch=gpu:9"], "has no device 'gpu:9'"),
         (["--pin", "zebra=gpu:0"], "contains 'zebra'"),
-        (["-o", "graph.json"], "cannot be made a directory"),
+        (["-o", "graph.json"], "graph.json: not a directory"),
+        (["-o", ""], "not a directory"),
+        (["--seed", "-1"], "the seed must be from 0"),
+        (["--group-by", "zebra=x"], "contains 'zebra'"),
+        (["--costs", "none.json"], "no such costs file"),
         (["-c", "nope"], "unknown cluster 'nope'"),
     ],
 )

@@ -58,8 +58,11 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    handler = RichHandler(console=errors, show_time=False, show_path=False, markup=False)
-    logging.getLogger("placewright").addHandler(handler)  # ours; the libraries' are not for users
+    logger = logging.getLogger("placewright")  # ours; the libraries' are not for users
+    if not logger.handlers:
+        logger.addHandler(
+            RichHandler(console=errors, show_time=False, show_path=False, markup=False)
+        )
     try:
         code = app(arguments, standalone_mode=False)
     except PlacewrightError as error:
@@ -68,11 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         code = _complain(error.format_message(), debug)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
-    except BrokenPipeError:
-        # The reader of our output (`head`, say) has had enough; that is no error of ours. Python
-        # would complain once more when it flushes at exit.
-        sys.stderr.close()
-        code = 0
+    except OSError as error:  # of our own output: a full disk behind a redirection
+        code = _complain(f"cannot write the output: {error.strerror}", debug)
     sys.exit(code if isinstance(code, int) else 0)
 
 

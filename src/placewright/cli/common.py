@@ -14,6 +14,7 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs
 from placewright.errors import PlacewrightError
 from placewright.graph import Graph, ScopeRule
+from placewright.grouping import each_op, matching_groups
 from placewright.problem import Constraints, Problem, make_problem
 
 console = Console(highlight=False)
@@ -126,7 +127,7 @@ def load_graph(
 
 def load_problem(
     graph: Graph,
-    cluster: str,
+    cluster: Cluster,
     *,
     group_by: list[str] | None = None,
     groups: int | None = None,
@@ -137,8 +138,8 @@ def load_problem(
 ) -> Problem:
     return make_problem(
         graph,
-        Cluster.load(cluster),
-        scopes=scope_rules(group_by),
+        cluster,
+        scopes=scope_rules(group_by, graph),
         target_groups=groups,
         constraints=Constraints(
             pins=tuple(_split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
@@ -149,7 +150,15 @@ def load_problem(
     )
 
 
-def scope_rules(group_by: list[str] | None) -> tuple[ScopeRule, ...]:
+def scope_rules(group_by: list[str] | None, graph: Graph) -> tuple[ScopeRule, ...]:
+    """The rules of --group-by; one that groups nothing is an error, most likely misspelt."""
+    rules = _rules(group_by)
+    for rule in rules:
+        matching_groups(graph, each_op(graph), rule.pattern)
+    return rules
+
+
+def _rules(group_by: list[str] | None) -> tuple[ScopeRule, ...]:
     return tuple(ScopeRule(*_split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
 
 
@@ -159,18 +168,6 @@ def _split(text: str, option: str, form: str) -> tuple[str, str]:
     if not (equals and left and right):
         raise UsageError(f"{option} {text}: expected {form}")
     return left, right
-
-
-_DURATION = re.compile(r"([0-9]*\.?[0-9]+)(ms|s|m|h)?")
-_UNIT_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
-
-
-def parse_duration(text: str, option: str = "--budget") -> float:
-    """Seconds of `90`, `90s`, `5m` or `1h`."""
-    match = _DURATION.fullmatch(text.strip())
-    if not match:
-        raise UsageError(f"{option} {text}: expected a time such as 90s, 5m or 1h")
-    return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 def print_json(document: Any) -> None:

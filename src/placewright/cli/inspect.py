@@ -40,7 +40,7 @@ def inspect(
     Example: placewright inspect inception_v3 --scale small
     """
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    rules = common.scope_rules(group_by) or graph.group_rules
+    rules = common.scope_rules(group_by, graph) or graph.group_rules
     grouping = group(graph, default_rules(rules, groups))
     if save is not None:
         graph.save(save)

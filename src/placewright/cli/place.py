@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from placewright.cli import common
+from placewright.cluster import Cluster
 from placewright.errors import SearchError
 
 if TYPE_CHECKING:
@@ -90,11 +91,12 @@ def place(
 
     chosen = placers.parse(method)
     limits = _budget(budget, trials, "1m")
-    # Everything that can be wrong with the request is said before the model is read.
+    # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
+    machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
-        graph, cluster, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
+        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
         together=together, costs=costs,
     )  # fmt: skip
     with _stop_on_interrupt() as stopped, _progress(limits) as observe:
@@ -158,9 +160,10 @@ def compare(
     names = ["auto", *placers.METHODS] if method == "all" else method.split(",")
     runs = [(name, placers.parse(name)) for name in names]
     limits = _budget(budget, trials, "20s")
+    machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
-        graph, cluster, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
+        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
         together=together, costs=costs,
     )  # fmt: skip
     table: list[dict[str, Any]] = []
@@ -205,11 +208,11 @@ def methods(as_json: common.JsonOption = False) -> None:
 
 
 def _budget(budget: str | None, trials: int | None, default: str) -> Budget:
-    from placewright.search import Budget
+    from placewright.search import Budget, parse_duration
 
     if budget is None and trials is None:
         budget = default
-    seconds = None if budget is None else common.parse_duration(budget)
+    seconds = None if budget is None else parse_duration(budget)
     return Budget(seconds=seconds, trials=trials)
 
 
@@ -221,6 +224,8 @@ def _output_directory(output: str | None, resume: str | None, model: str, cluste
             raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
         return resume
     if output is not None:
+        if not output or (Path(output).exists() and not Path(output).is_dir()):
+            raise SearchError(f"{output or repr(output)}: not a directory")
         for name in RESULT_FILES:
             if (Path(output) / name).exists():
                 raise SearchError(
@@ -278,7 +283,7 @@ def _progress(limits: Budget) -> Iterator[Any]:
                 if own and own.measurement.ok
                 else ""
             )
-            rate = progress.trials / elapsed if elapsed else 0.0
+            rate = (progress.trials - progress.resumed) / elapsed if elapsed else 0.0
             display.update(
                 task,
                 completed=min(1.0, max(shares)),
@@ -317,7 +322,8 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
     table.add_column("seconds", justify="right", no_wrap=True)
     fastest = min((r["step_seconds"] for r in rows if r["step_seconds"] is not None), default=None)
     for entry in rows:
-        if entry["peak_bytes"] is None:  # it proposed nothing, as exact does on large problems
+        if entry["peak_bytes"] is None:
+            table.add_row(entry["method"], "-", style="dim")
             continue
         seconds = entry["step_seconds"]
         ratio = ""
@@ -355,7 +361,7 @@ def _print_answer(result: Result, directory: str) -> None:
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
             say(f"{result.speed_up:.2f} times as fast as the best single device")
-        else:
+        elif any(entry.best and entry.method != "single" for entry in result.methods):
             say("one device is already best: nothing found is faster than not splitting at all")
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")

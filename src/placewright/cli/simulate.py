@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from placewright.cli import common
+from placewright.cluster import Cluster
 from placewright.costs import Source
 from placewright.errors import PlacementError
 from placewright.files import write_json
@@ -59,9 +60,10 @@ def simulate(
     """
     if (placement is None) == (device is None):
         raise common.UsageError("give either --placement FILE or --device NAME")
+    machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
-        graph, cluster, group_by=group_by, groups=groups, together=together, costs=costs
+        graph, machine, group_by=group_by, groups=groups, together=together, costs=costs
     )
     facts = _facts(problem, _placement(problem, placement, device), trace)
     if as_json:

@@ -217,10 +217,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
+    """Compiles on the first call and keeps the result on disk."""
+    options = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls it from C
     try:
-        return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+        return cast(_Function, numba.njit(cache=True, **options)(function))
     except RuntimeError:  # no folder can be written to: compile in every process instead
-        return cast(_Function, numba.njit(nogil=True)(function))
+        return cast(_Function, numba.njit(**options)(function))
 
 
 _NO_LIMIT = np.int64(2**63 - 1)
@@ -254,7 +256,7 @@ def simulate(
     allowed = tables.allowed
     ops, uses, things = tables.ops, tables.uses, tables.things
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
-    own, released = tables.own, tables.released
+    own, released, sources = tables.own, tables.released, tables.sources
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
@@ -263,8 +265,9 @@ def simulate(
     next_use, use_end = scratch.next_use, scratch.use_end
     same_way, ready = scratch.same_way, scratch.ready
     latest_use, latest_thing = scratch.latest_use, scratch.latest_thing
+    peak_bytes, peak = results.peak_bytes, scratch.peak
     overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
-    memory = _Memory(tables.buffers, state, holders, scratch.used, scratch.peak, limit)
+    memory = _Memory(tables.buffers, state, holders, scratch.used, peak, limit)
     # Times are never negative, so they compare like their bits, and integers compare faster.
     head_bits = head_end.view(np.int64)
 
@@ -286,15 +289,18 @@ def simulate(
             state[op].device = placements[row, group_of[op]]
             state[op].waits_for = ops[op].waits_for
         overflow = _reset_memory(tables, memory)
-        latest_thing[:] = things.size
-        free_at[:] = 0.0
-        head_end[:] = np.inf
-        tail[:num_servers] = num_ops
-        tail[num_servers:] = num_uses
+        # Loops and not slices here and below: slices would double the time to compile.
+        for i in range(num_devices):
+            latest_thing[i] = things.size
+        for i in range(num_queues):
+            free_at[i] = 0.0
+            head_end[i] = np.inf
+            tail[i] = num_ops if i < num_servers else num_uses
         now = 0.0
         cause = np.int64(-1)
-        num_ready = UINT(tables.sources.size)
-        ready[:num_ready] = tables.sources
+        num_ready = UINT(sources.size)
+        for i in range(num_ready):
+            ready[i] = sources[i]
 
         while True:
             # Each ready op goes to the server of its device that is free first.
@@ -329,7 +335,8 @@ def simulate(
                 device = _over_limit(memory)
                 results.overflow_device[row] = device
                 _find_largest(memory, device, overflow_buffers[row], overflow_bytes[row])
-                limit[:] = _NO_LIMIT
+                for i in range(num_devices):
+                    limit[i] = _NO_LIMIT
                 overflow = False
 
             queue = UINT(0)
@@ -424,18 +431,22 @@ def simulate(
                 _release(memory, things[thing].buffer, device, num_devices, now, log)
 
         results.step_seconds[row] = now
-        results.peak_bytes[row] = memory.peak
+        for i in range(num_devices):
+            peak_bytes[row, i] = peak[i]
 
 
 @compiled
 def _reset_memory(tables: Tables, memory: _Memory) -> bool:
     """Leaves only what stays for the whole step; says whether that is too much somewhere."""
-    memory.used[:] = 0
+    nothing = (memory.buffers.size - 1) * memory.used.size
+    for device in range(memory.used.size):
+        memory.used[device] = 0
+        memory.limit[device] = tables.memory[device]
+        memory.holders[nothing + device] = 0
     for i in range(tables.owners.size):
         memory.used[memory.state[tables.owners[i]].device] += tables.resident_bytes[i]
-    memory.peak[:] = memory.used
-    memory.limit[:] = tables.memory
-    memory.holders[(memory.buffers.size - 1) * memory.used.size :] = 0
+    for device in range(memory.used.size):
+        memory.peak[device] = memory.used[device]
     return _over_limit(memory) >= 0
 
 
