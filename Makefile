@@ -19,7 +19,7 @@ demo: $(READY)
 # Workers share the numba cache, so kernels are compiled once. Two workers suit two cores; more
 # would compete with TensorFlow's own threads.
 test: $(READY)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -340,9 +340,9 @@ def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
     the mean cost a group may reach; it is relaxed only when nothing else can be merged. Groups that
     run on different types of device are not merged, so more groups than asked for may be left.
 
-    Where co-location itself makes the graph of sets cyclic (a variable is read early and updated
-    late), the edges that go backwards between the sets of such a cycle are ignored: acyclic means
-    acyclic but for them.
+    Where the groups it starts from form a cycle (a variable is read early and updated late, a
+    gradient is with its forward op), the edges that go backwards between the groups of such a cycle
+    are ignored: acyclic means acyclic but for them.
     """
     if target_groups < 1:
         raise PlacementError(f"cannot make {target_groups} groups; at least 1 is needed")

@@ -54,10 +54,7 @@ def test_one_device_is_said_plainly(run: Callable[..., Any]) -> None:
 def test_the_same_seed_gives_the_same_result(run: Callable[..., Any], graph_file: Path) -> None:
     journals = []
     for name in ("a", "b"):
-        run(
-            "place", graph_file, "-c", "k80x4", "--trials", "400", "-m", "single,local-search",
-            "-o", name, "--seed", "3",
-        )  # fmt: skip
+        run("place", graph_file, "-c", "k80x4", "--trials", "400", "-o", name, "--seed", "3")
         lines = Path(name, "journal.jsonl").read_text().splitlines()
         journals.append([{**json.loads(line), "at_seconds": 0} for line in lines])
     assert len(journals[0]) == 400

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from placewright import placers
+from placewright.cluster import Cluster
 from placewright.errors import SearchError
+from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.placers.base import Placer
-from placewright.problem import Problem
+from placewright.problem import Constraints, Problem, make_problem
 from placewright.testing import check_placer, random_problem
 
 
@@ -19,6 +21,28 @@ def make(name: str, problem: Problem, seed: int) -> Placer:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_contract(name: str, seed: int) -> None:
     check_placer(lambda problem, s: make(name, problem, s), random_problem(seed), count=64)
+
+
+@pytest.mark.parametrize("name", placers.METHODS)
+def test_contract_with_kernels_and_constraints(name: str) -> None:
+    ops = [
+        Op(
+            name=f"layer{i // 4}/op{i}",
+            type="MatMul",
+            outputs=(Tensor(1_000_000),),
+            flops=1e9,
+            kernels=("cpu",) if i % 5 == 0 else None,
+        )
+        for i in range(16)
+    ]
+    edges = [Edge(f"layer{i // 4}/op{i}", f"layer{j // 4}/op{j}")
+             for i in range(16) for j in (i + 1, i + 3) if j < 16]  # fmt: skip
+    problem = make_problem(
+        Graph.from_ops("restricted", ops, edges),
+        Cluster.load("k80x4"),
+        constraints=Constraints(pins=(("op3$", "gpu:1"),), forbidden_devices=("gpu:2",)),
+    )
+    check_placer(lambda p, s: make(name, p, s), problem, count=16)
 
 
 def test_names_are_parsed() -> None:

@@ -218,11 +218,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def compiled(function: _Function) -> _Function:
     """Compiles on the first call and keeps the result on disk."""
-    options = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls it from C
     try:
-        return cast(_Function, numba.njit(cache=True, **options)(function))
+        return cast(_Function, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError:  # no folder can be written to: compile in every process instead
-        return cast(_Function, numba.njit(**options)(function))
+        return cast(_Function, numba.njit(nogil=True)(function))
 
 
 _NO_LIMIT = np.int64(2**63 - 1)
