@@ -18,14 +18,19 @@ if [ -z "$python" ]; then
 fi
 
 if [ ! -x "$venv/bin/python" ]; then
-    # Debian ships Python without ensurepip; virtualenv brings its own pip.
+    # Debian ships Python without ensurepip. virtualenv brings its own pip, and a pip that is
+    # installed for the whole machine can put one into an environment.
     if ! "$python" -m venv "$venv" >/dev/null 2>&1; then
         rm -rf "$venv"
         if ! "$python" -m virtualenv -q "$venv" 2>/dev/null; then
             rm -rf "$venv"
-            echo "setup: $python can make no virtual environment: on Debian its 'venv' is the" \
-                "package python3-venv; without root, ask for it or install virtualenv" >&2
-            exit 2
+            if ! { "$python" -m venv --without-pip "$venv" &&
+                "$python" -m pip --python "$venv/bin/python" install --quiet pip; } 2>/dev/null; then
+                rm -rf "$venv"
+                echo "setup: $python has neither venv (Debian: python3-venv), nor virtualenv, nor" \
+                    "pip; one of them is needed to install anything" >&2
+                exit 2
+            fi
         fi
     fi
 fi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -180,15 +181,14 @@ def search(
             measurements = evaluator.evaluate(new)
             if len(measurements) != len(new):
                 raise PlacementError("the evaluator gave fewer measurements than placements")
-            at_seconds = earlier_seconds + progress.elapsed_seconds
+            as_trial = functools.partial(
+                Trial,
+                placer=placer.name,
+                seed=seed,
+                at_seconds=earlier_seconds + progress.elapsed_seconds,
+            )
             trials = [
-                Trial(
-                    placement=placement,
-                    measurement=measurement,
-                    placer=placer.name,
-                    seed=seed,
-                    at_seconds=at_seconds,
-                )
+                as_trial(placement=placement, measurement=measurement)
                 for placement, measurement in zip(new, measurements, strict=True)
             ]
             known.update(zip(new, measurements, strict=True))
@@ -203,13 +203,7 @@ def search(
                 told += trials
             # What it asked for but others had tried is told as its own: that is what it proposed.
             answers = [
-                Trial(
-                    placement=placement,
-                    measurement=measurement,
-                    placer=placer.name,
-                    seed=seed,
-                    at_seconds=at_seconds,
-                )
+                as_trial(placement=placement, measurement=measurement)
                 for placement, measurement in zip(asked, answered, strict=True)
             ]
             for answer in answers:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from placewright.cli import common
@@ -22,6 +23,7 @@ from placewright.errors import SearchError
 
 if TYPE_CHECKING:
     from placewright.api import Result
+    from placewright.measurement import Trial
     from placewright.problem import Problem
     from placewright.search import Budget
     from placewright.search import Progress as SearchProgress
@@ -259,40 +261,58 @@ def _stop_on_interrupt() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _progress(limits: Budget) -> Iterator[Any]:
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[left]}"),
-        console=common.errors, transient=True, disable=not common.errors.is_terminal,
-    ) as display:  # fmt: skip
-        task = display.add_task("compiling the simulator ...", total=1.0, left="")
+def _progress(limits: Budget) -> Iterator[Callable[[SearchProgress], None]]:
+    """Shows, on a terminal, how far the search is and what each method has found."""
+    with (
+        Live(
+            "compiling the simulator ...",
+            console=common.errors,
+            transient=True,
+            refresh_per_second=4,
+        )
+        if common.errors.is_terminal
+        else nullcontext() as display
+    ):
 
         def observe(progress: SearchProgress) -> None:
-            elapsed = progress.elapsed_seconds
-            shares, left = [], []
-            if limits.seconds is not None:
-                shares.append(elapsed / limits.seconds)
-                left.append(f"{max(0.0, limits.seconds - elapsed):.0f} s left")
-            if limits.trials is not None:
-                shares.append(progress.trials / limits.trials)
-                left.append(f"{max(0, limits.trials - progress.trials)} trials left")
-            best = progress.best.measurement if progress.best else None
-            found = common.format_seconds(best.mean_seconds) if best and best.ok else "none yet"
-            own = progress.best_of.get(progress.placer)
-            of_placer = (
-                f" ({common.format_seconds(own.measurement.mean_seconds)})"
-                if own and own.measurement.ok
-                else ""
-            )
-            rate = (progress.trials - progress.resumed) / elapsed if elapsed else 0.0
-            display.update(
-                task,
-                completed=min(1.0, max(shares)),
-                description=f"best {found} | {progress.placer}{of_placer} | "
-                f"{progress.trials} trials, {rate:.0f}/s",
-                left=", ".join(left),
-            )
+            if display is not None:
+                display.update(_progress_view(progress, limits))
 
         yield observe
+
+
+def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
+    elapsed = progress.elapsed_seconds
+    shares, left = [], []
+    if limits.seconds is not None:
+        shares.append(elapsed / limits.seconds)
+        left.append(f"{max(0.0, limits.seconds - elapsed):.0f} s left")
+    if limits.trials is not None:
+        shares.append(progress.trials / limits.trials)
+        left.append(f"{max(0, limits.trials - progress.trials):,} trials left")
+    rate = (progress.trials - progress.resumed) / elapsed if elapsed else 0.0
+    best = _found(progress.best)
+    view = Table.grid(padding=(0, 2))
+    view.add_row(
+        ProgressBar(total=1.0, completed=min(1.0, max(shares)), width=30),
+        f"best {best}, {progress.trials:,} trials, {rate:,.0f}/s, {', '.join(left)}",
+    )
+    for name in progress.trials_of:
+        if name in progress.best_of or name == progress.placer:
+            mark = "> " if name == progress.placer else "  "
+            view.add_row(f"{mark}{name}", _found(progress.best_of.get(name)))
+    return view
+
+
+def _found(trial: Trial | None) -> str:
+    if trial is None:
+        return "..."
+    measurement = trial.measurement
+    return (
+        common.format_seconds(measurement.mean_seconds)
+        if measurement.ok
+        else measurement.outcome.value
+    )
 
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
@@ -311,8 +331,8 @@ def _as_one_row(name: str, result: Result) -> dict[str, Any]:
 def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> None:
     devices = problem.cluster.devices
     # A column for each device where the terminal is wide enough, otherwise the fullest alone.
-    each = common.console.width >= 52 + 7 * len(devices)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    each = common.console.width >= 49 + 6 * len(devices)
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("method")
     table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from placewright.errors import CostsError, ModelError, PlacementError
+from placewright.errors import CostsError, PlacementError
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.placement import Placement
 from placewright.problem import Problem
@@ -301,7 +301,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
         num_queues=sum(slots) + len(cluster.routes.channel_names),
     )
-    _check_magnitudes(tables)
+    _check_seconds(tables)
     return tables
 
 
@@ -316,17 +316,13 @@ def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]
     return (routes + first_queue).astype(UINT).ravel()
 
 
-def _check_magnitudes(tables: Tables) -> None:
-    """The kernel counts bytes in 64 bits and takes an infinite time for an empty queue."""
-    copies = len(tables.memory)
-    sizes = np.maximum(tables.buffers["home_bytes"], tables.buffers["copy_bytes"])
-    total = sum(tables.resident_bytes.tolist()) + copies * sum(sizes.tolist())
-    if total >= 2**63:
-        raise ModelError(f"the model's tensors take up to {total:.3g} bytes, more than fit 64 bits")
+def _check_seconds(tables: Tables) -> None:
+    """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
+    devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
-        longest += copies * len(tables.uses) * tables.latency.max()
-        longest += copies * tables.things["bytes"].sum() * tables.per_byte.max()
+        longest += devices * len(tables.uses) * tables.latency.max()
+        longest += devices * tables.things["bytes"].sum() * tables.per_byte.max()
     if not np.isfinite(longest):
-        raise CostsError("the costs add up to more seconds than a number can hold")
+        raise CostsError("ops and transfers add up to more seconds than a number can hold")
