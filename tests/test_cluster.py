@@ -82,7 +82,7 @@ def test_local_describes_this_machine_the_same_way_twice() -> None:
         ("device: []", "unknown key 'device'"),
         ("devices: [{name: a, kind: z}]", "device 'a' is of kind 'z', which is not described"),
         (KIND + "devices: [{name: a, kind: k, memory: -1 GB}]", "memory of device 'a' must be pos"),
-        (KIND + "devices: [{name: a, kind: k, memory: 5 apples}]", "must be a number with B or kB"),
+        (KIND + "devices: [{name: a, kind: k, memory: 5 apples}]", "with a unit of B, kB, MB"),
         (KIND + "devices: [{name: a, kind: k, memory: .inf}]", "memory of 'a' must be a size"),
         (KIND + "devices: [{name: a, kind: k}, {name: a, kind: k}]", "two devices named 'a'"),
         (TWO, "no link leads from 'a' to 'b'"),

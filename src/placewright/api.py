@@ -16,6 +16,7 @@ from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json, write_json
+from placewright.frontends import load
 from placewright.graph import Graph
 from placewright.journal import Journal
 from placewright.measurement import Trial
@@ -80,6 +81,11 @@ class Result:
     def table(self) -> list[dict[str, Any]]:
         """One row for each method, as in `summary.json` and `placewright compare --json`."""
         return [row(result) for result in self.methods]
+
+    def __repr__(self) -> str:
+        step = f"{self.step_seconds:.6g} s" if self.best else "nothing ran"
+        where = f"{self.problem.graph.name} on {self.problem.cluster.name}"
+        return f"<Result: {where}, {step}, {self.trials} trials>"
 
     def why_none(self) -> str:
         reasons = [f"{m.method}: {m.why_not}" for m in self.methods if m.why_not]
@@ -148,7 +154,7 @@ def row(result: MethodResult) -> dict[str, Any]:
 
 
 def place(
-    graph: Graph | Problem,
+    graph: Graph | Problem | str | Path,
     cluster: Cluster | str = "local",
     *,
     method: str = "auto",
@@ -161,8 +167,8 @@ def place(
     """Searches for a fast placement of a graph on a cluster.
 
     Args:
-        graph: what to place; or a whole `Problem` (`make_problem` makes one with a grouping and
-            costs of your own), which brings its cluster and constraints with it.
+        graph: what to place, or what `load` takes; or a whole `Problem` (`make_problem` makes one
+            with a grouping and costs of your own), which brings its cluster and constraints.
         cluster: a `Cluster`, the name of a preset, or a file.
         method: `auto`, or names of methods separated by commas.
         budget: seconds, or a text such as `5m`; 60 s when neither this nor `trials` is given.
@@ -176,7 +182,7 @@ def place(
         problem = graph
     else:
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-        problem = make_problem(graph, cluster, constraints=constraints)
+        problem = make_problem(load(graph), cluster, constraints=constraints)
     if budget is None and trials is None:
         budget = 60.0
     seconds = parse_duration(budget) if isinstance(budget, str) else budget
@@ -252,11 +258,12 @@ def check_directory(folder: Path, problem: Problem) -> None:
     summary = folder / "summary.json"
     if summary.is_file():
         document = read_json(summary, SearchError, what="summary")
-        made_for = document.get("problem") if isinstance(document, dict) else None
-        if made_for != problem.fingerprint:
+        other = document if isinstance(document, dict) else {}
+        if other.get("problem") != problem.fingerprint:
             raise SearchError(
-                f"{folder}: holds results for problem {made_for}, this one is "
-                f"{problem.fingerprint}; choose another directory"
+                f"{folder}: holds results for problem {other.get('problem')} "
+                f"({other.get('model')} on {other.get('cluster')}), this one is "
+                f"{problem.fingerprint} ({problem.graph.name} on {problem.cluster.name})"
             )
     elif (folder / "placement.json").exists():
         raise SearchError(f"{folder}: holds a placement.json of something else")

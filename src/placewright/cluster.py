@@ -433,8 +433,8 @@ def _quantity(value: object, units: Mapping[str, float], what: str) -> float:
                 return float(match[1]) * units.get(match[2], 1.0)
             except ValueError:
                 pass
-    example = f"{' or '.join(list(units)[:4])}" if units else "no unit"
-    raise ClusterError(f"{what} must be a number with {example}, not {value!r}")
+    example = f"a unit of {', '.join(units)}" if units else "no unit"
+    raise ClusterError(f"{what} must be a number with {example}; not {value!r}")
 
 
 def _bytes(value: object, what: str) -> int:

@@ -151,6 +151,9 @@ class Graph:
         rules = tuple(ScopeRule(*rule) for rule in group_rules)
         return _build(name, list(ops), list(edges), rules)
 
+    def __repr__(self) -> str:
+        return f"<Graph {self.name!r}: {self.num_ops} ops, {self.num_edges} edges>"
+
     @property
     def num_ops(self) -> int:
         return len(self.op_names)

@@ -110,7 +110,7 @@ def test_file_goes_before_a_benchmark_model_of_its_name(
     [
         (
             "ntm",
-            "there is no benchmark model or file 'ntm'; did you mean 'nmt'?; benchmark models are "
+            "there is no benchmark model or file 'ntm' (did you mean 'nmt'?); benchmark models are "
             "rnnlm, nmt, inception_v3; files are .json (graph file), .pb or .pbtxt (TensorFlow "
             "GraphDef), .meta (MetaGraph) or a SavedModel's directory",
         ),

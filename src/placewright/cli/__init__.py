@@ -19,8 +19,8 @@ app = typer.Typer(
     name="placewright",
     help="Finds which device each operation of a machine-learning graph should run on.",
     epilog="Every command takes --debug, which shows the whole traceback of an error. "
-    "Exit codes: 0 done, 1 no placement fits, 2 bad input, 130 stopped by Ctrl-C.",
-    no_args_is_help=True,
+    "Exit codes: 0 done, 1 no placement ran, 2 bad input or a model that cannot fit, "
+    "130 stopped by Ctrl-C.",
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -56,6 +56,7 @@ def _global_options(
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends the process with its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = arguments or ["--help"]
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     logger = logging.getLogger("placewright")  # ours; the libraries' are not for users

@@ -19,7 +19,7 @@ from placewright.problem import Constraints, Problem, make_problem
 
 console = Console(highlight=False)
 if not console.is_terminal:
-    console = Console(highlight=False, width=120)  # a file or a pipe has no width of its own
+    console = Console(highlight=False, width=200)  # a file or a pipe has no width of its own
 errors = Console(stderr=True, highlight=False)
 
 ModelArgument = Annotated[

@@ -106,9 +106,10 @@ def place(
             problem, chosen, limits, seed=seed, directory=directory, observe=observe,
             stop=lambda: bool(stopped),
         )  # fmt: skip
-    result.save(directory, command=shlex.join(["placewright", *sys.argv[1:]]))
+    command = shlex.join(["placewright", *sys.argv[1:]])
+    result.save(directory, command=command)
     if as_json:
-        common.print_json(result.summary())
+        common.print_json(result.summary(command))
     else:
         _print_table(problem, result.table, result.best_single)
         _print_answer(result, directory)
@@ -244,7 +245,7 @@ def _output_directory(output: str | None, resume: str | None, model: str, cluste
 
 @contextmanager
 def _stop_on_interrupt() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C; the second Ctrl-C is the usual one."""
+    """A list that is empty until Ctrl-C or SIGTERM; the second Ctrl-C is the usual one."""
     signals: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -253,11 +254,13 @@ def _stop_on_interrupt() -> Iterator[list[int]]:
         signals.append(number)
         common.errors.print("stopping after this batch; the best so far is kept")
 
-    before = signal.signal(signal.SIGINT, remember)
+    # Batch systems end a job with SIGTERM; its result is worth as much as after Ctrl-C.
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -332,12 +335,16 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
     devices = problem.cluster.devices
     # A column for each device where the terminal is wide enough, otherwise the fullest alone.
     each = common.console.width >= 49 + 6 * len(devices)
+    largest = max((max(r["peak_bytes"]) for r in rows if r["peak_bytes"]), default=0)
+    unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
     for heading in [device.name for device in devices] if each else ["fullest"]:
-        table.add_column(f"{common.escaped(heading)}\n[dim]GB[/dim]", justify="right", no_wrap=True)
+        table.add_column(
+            f"{common.escaped(heading)}\n[dim]{unit}[/dim]", justify="right", no_wrap=True
+        )
     table.add_column("trials", justify="right", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
     fastest = min((r["step_seconds"] for r in rows if r["step_seconds"] is not None), default=None)
@@ -357,7 +364,7 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             common.format_seconds(seconds) if seconds is not None else entry["outcome"],
             ratio,
             *(
-                f"[red]{peak / 1e9:.1f}[/red]" if peak > limit else f"{peak / 1e9:.1f}"
+                f"[red]{peak / scale:.1f}[/red]" if peak > limit else f"{peak / scale:.1f}"
                 for peak, limit in peaks
             ),
             f"{entry['trials']:,}",
@@ -365,6 +372,10 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             style="bold" if seconds is not None and seconds == fastest else None,
         )
     common.console.print(table)
+    for entry in rows:
+        if entry["peak_bytes"] is None:
+            reason = entry["reason"] or "nothing new to propose within the budget"
+            common.console.print(f"[dim]{entry['method']}: {common.escaped(reason)}[/dim]")
 
 
 def _print_answer(result: Result, directory: str) -> None:
@@ -372,6 +383,7 @@ def _print_answer(result: Result, directory: str) -> None:
     if result.best is None:
         say(f"[red]no placement found:[/red] {common.escaped(result.why_none())}")
         return
+    folder = common.escaped(directory)
     devices = result.problem.cluster.device_names
     used = sorted(set(result.placement.devices.tolist()))
     on = ", ".join(common.escaped(devices[d]) for d in used)
@@ -386,6 +398,10 @@ def _print_answer(result: Result, directory: str) -> None:
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
     bound = common.format_seconds(result.lower_bound_seconds)
-    say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
-    folder = common.escaped(directory)
+    if result.gap < 1e-6:
+        say("that is proven to be optimal (in the simulator)")
+    else:
+        say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
+    if result.interrupted:
+        say(f"stopped early; the same command with --resume {folder} instead of -o goes on")
     say(f"the placement is in {folder}/placement.json, its timeline in {folder}/trace.json")

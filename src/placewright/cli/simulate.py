@@ -147,14 +147,15 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
     if "devices" in facts:
         table = Table()
         table.add_column("device")
+        # Of a device with several slots, the mean of them: busy and idle add up to the step.
         for heading in ("groups", "busy", "idle", "transfers", "peak memory", "memory"):
             table.add_column(heading, justify="right")
-        for entry in facts["devices"]:
+        for entry, device in zip(facts["devices"], problem.cluster.devices, strict=True):
             table.add_row(
                 common.escaped(entry["name"]),
                 str(entry["groups"]),
-                common.format_seconds(entry["busy_seconds"]),
-                common.format_seconds(entry["idle_seconds"]),
+                common.format_seconds(entry["busy_seconds"] / device.kind.slots),
+                common.format_seconds(entry["idle_seconds"] / device.kind.slots),
                 common.format_seconds(entry["transfer_seconds"]),
                 common.format_bytes(entry["peak_bytes"]),
                 common.format_bytes(entry["memory_bytes"]),

@@ -93,7 +93,7 @@ def _no_such(path: Path) -> str:
     if path.suffix or len(path.parts) > 1:
         return f"{path}: no such file or directory"
     close = difflib.get_close_matches(str(path), models.NAMES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
     return (
         f"there is no benchmark model or file {str(path)!r}{hint}; benchmark models are "
         f"{', '.join(models.NAMES)}; files are {KINDS}"
