@@ -5,7 +5,7 @@ benchmark models as they are grouped for a search, on k80x4. Placements are rand
 the ops in order, cut into as many parts as there are devices. The rate per CPU second leaves out
 the time in which other programs had the core; the caches they share with it still tell.
 
-    python benchmarks/simulator.py --csv benchmarks/results/simulator/speed.csv
+    python -m benchmarks.simulator --models --csv benchmarks/results/simulator/speed.csv
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
 
     facts = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python -m benchmarks.simulator", *sys.argv[1:]]),
         "cpu": cpu_name(),
         "cores": Simulator(tiny_problems()[0].problem).threads,
         "load": f"{os.getloadavg()[0]:.1f}",
