@@ -35,11 +35,13 @@ $(READY): requirements.lock pyproject.toml tools/setup.sh
 	@sh tools/setup.sh $(VENV)
 	@touch $(READY)
 
+# torch is left out ("unsafe") and its dependencies are not: see tools/setup.sh.
 lock: $(READY)
 	$(BIN)/pip install pip-tools
-	$(BIN)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+	$(BIN)/pip-compile --quiet --generate-hashes --unsafe-package torch --strip-extras --no-header \
 		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
-		--extra tensorflow --extra placers --extra nvidia --extra dev \
+		--extra tensorflow --extra placers --extra learning --extra ray --extra report \
+		--extra nvidia --extra dev \
 		--output-file requirements.lock pyproject.toml
 
 clean:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator import cpu_name
-from placewright import load, make_problem, placers
+from placewright import load, make_problem
+from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.api import Result, run
 from placewright.cluster import Cluster
@@ -60,10 +61,10 @@ def measure(problem: Problem, seconds: float, seeds: Sequence[int]) -> list[dict
     """
     rows = []
     for name, seed in [
-        *((method, seeds[0]) for method in placers.METHODS),
+        *((method, seeds[0]) for method in registry.METHODS),
         *(("auto", seed) for seed in seeds),
     ]:
-        result = run(problem, placers.parse(name), Budget(seconds=seconds), seed=seed)
+        result = run(problem, registry.parse(name), Budget(seconds=seconds), seed=seed)
         failed = next((m.best for m in result.methods if m.best is not None), None)
         rows.append(_row(problem, name, seed, result.best or failed, result))
         print(*rows[-1].values(), flush=True)
@@ -94,7 +95,7 @@ def against_the_optimum() -> list[dict[str, Any]]:
 
     `auto` runs without `exact`, which would try every placement too.
     """
-    methods = [name for name in placers.AUTO if name != "exact"]
+    methods = [name for name in registry.AUTO if name != "exact"]
     rows: list[dict[str, Any]] = []
     for seed in itertools.count():
         if len(rows) == 20:

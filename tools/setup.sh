@@ -38,6 +38,9 @@ fi
 echo "setup: installing what requirements.lock pins into $venv (a few minutes the first time)"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --require-hashes -r requirements.lock
+# torch's version is pinned but not its file: which build is right (CPU, CUDA) depends on the machine.
+# What the CPU build depends on is in the lock.
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
 # The project itself, editable; its build tools are pinned with the rest.
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --no-deps --no-build-isolation --editable .

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from placewright import placers
+from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
@@ -188,7 +188,7 @@ def place(
     seconds = parse_duration(budget) if isinstance(budget, str) else budget
     result = run(
         problem,
-        placers.parse(method),
+        registry.parse(method),
         Budget(seconds=seconds, trials=trials),
         seed=seed,
         directory=directory,
@@ -213,7 +213,7 @@ def run(
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     evaluator: Evaluator = SimulatedEvaluator(problem)
-    chosen = placers.make(methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials)
+    chosen = registry.make(methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials)
     # The first evaluation compiles the simulator, which is nobody's search time.
     evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     started = time.monotonic()

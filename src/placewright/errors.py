@@ -25,6 +25,10 @@ class SearchError(PlacewrightError):
     """A search that cannot start: budget, method, output directory or constraints."""
 
 
+class LearningError(PlacewrightError):
+    """A policy, a checkpoint or settings of a learned method that cannot be used."""
+
+
 class WorkerError(PlacewrightError):
     """The measuring infrastructure itself broke (not the placement: that is an `Outcome`)."""
 

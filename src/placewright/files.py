@@ -43,13 +43,17 @@ def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> 
 
 
 def write_text(path: str | Path, text: str, error: type[PlacewrightError]) -> None:
-    """Replaces the file in one step: readers see the old or the new text, never a part."""
+    write_bytes(path, text.encode(), error)
+
+
+def write_bytes(path: str | Path, data: bytes, error: type[PlacewrightError]) -> None:
+    """Replaces the file in one step: readers see the old or the new content, never a part."""
     target = Path(path)
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         # mkstemp makes private files; a result is meant to be read by others as usual.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)

@@ -89,9 +89,10 @@ def place(
 
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
-    from placewright import api, placers
+    from placewright import api
+    from placewright import methods as registry
 
-    chosen = placers.parse(method)
+    chosen = registry.parse(method)
     limits = _budget(budget, trials, "1m")
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
@@ -158,10 +159,11 @@ def compare(
 
     Example: placewright compare rnnlm --cluster k80x2 --methods single,expert,scotch
     """
-    from placewright import api, placers
+    from placewright import api
+    from placewright import methods as registry
 
-    names = ["auto", *placers.METHODS] if method == "all" else method.split(",")
-    runs = [(name, placers.parse(name)) for name in names]
+    names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
+    runs = [(name, registry.parse(name)) for name in names]
     limits = _budget(budget, trials, "20s")
     machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
@@ -196,10 +198,10 @@ def methods(as_json: common.JsonOption = False) -> None:
 
     Example: placewright methods
     """
-    from placewright import placers
+    from placewright import methods as registry
 
-    described = {"auto": placers.AUTO_SUMMARY} | {
-        name: method.summary for name, method in placers.METHODS.items()
+    described = {"auto": registry.AUTO_SUMMARY} | {
+        name: method.summary for name, method in registry.METHODS.items()
     }
     if as_json:
         common.print_json([{"name": n, "summary": s} for n, s in described.items()])

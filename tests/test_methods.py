@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from placewright import placers
+from placewright import methods
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.graph import Edge, Graph, Op, Tensor
@@ -14,16 +14,16 @@ from placewright.testing import check_placer, random_problem
 
 
 def make(name: str, problem: Problem, seed: int) -> Placer:
-    return placers.make([name], problem, seed=seed, seconds=30.0)[0]
+    return methods.make([name], problem, seed=seed, seconds=30.0)[0]
 
 
-@pytest.mark.parametrize("name", placers.METHODS)
+@pytest.mark.parametrize("name", methods.METHODS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_contract(name: str, seed: int) -> None:
     check_placer(lambda problem, s: make(name, problem, s), random_problem(seed), count=64)
 
 
-@pytest.mark.parametrize("name", placers.METHODS)
+@pytest.mark.parametrize("name", methods.METHODS)
 def test_contract_with_kernels_and_constraints(name: str) -> None:
     ops = [
         Op(
@@ -46,27 +46,27 @@ def test_contract_with_kernels_and_constraints(name: str) -> None:
 
 
 def test_names_are_parsed() -> None:
-    assert placers.parse("scotch, heft") == ("scotch", "heft")
-    assert placers.parse("auto") == placers.AUTO
-    assert placers.parse("random,auto") == ("random", *placers.AUTO)
-    assert placers.parse("heft,heft") == ("heft",)
+    assert methods.parse("scotch, heft") == ("scotch", "heft")
+    assert methods.parse("auto") == methods.AUTO
+    assert methods.parse("random,auto") == ("random", *methods.AUTO)
+    assert methods.parse("heft,heft") == ("heft",)
     with pytest.raises(
         SearchError, match="unknown method 'local-serch'; did you mean local-search"
     ):
-        placers.parse("local-serch")
+        methods.parse("local-serch")
 
 
 def test_auto_does_without_what_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names = placers.parse("auto")
-    assert names == tuple(n for n in placers.AUTO if not placers.METHODS[n].needs)
+    names = methods.parse("auto")
+    assert names == tuple(n for n in methods.AUTO if not methods.METHODS[n].needs)
     assert "auto leaves out scotch, mincut, m-sct, exact" in caplog.text
     assert "pip install 'placewright[placers]'" in caplog.text
 
 
 def test_every_method_has_one_line() -> None:
-    for name, method in placers.METHODS.items():
+    for name, method in methods.METHODS.items():
         assert method.summary, name
         assert "\n" not in method.summary

@@ -1,0 +1,176 @@
+"""Settings of the learned methods: one dataclass, two presets.
+
+`reinforce` is the method of Mirhoseini et al. (2017) as published; `ppo` is what we make of it. The
+fields are also the command line: `placewright place ... --learner samples=32`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from placewright.errors import LearningError
+from placewright.learning.policy import PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """How a policy is trained. The defaults are `ppo`'s; `REINFORCE` below has the paper's."""
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The network. Its fields are set as `policy.hidden=256`."""
+    samples: int = 16
+    """K: placements sampled for one update. In the paper one for each worker of a controller, 4 to
+    8; 16 costs little more here and makes the gradient less noisy."""
+    learning_rate: float = 1e-3
+    """Of Adam, at the start."""
+    learning_rate_decay: float = 0.5
+    """What the learning rate is multiplied by every `learning_rate_halving` updates, smoothly. The
+    authors' later controller decays it too."""
+    learning_rate_halving: int = 1000
+    """See `learning_rate_decay`."""
+    clip_norm: float = 1.0
+    """The gradient is scaled down to this length if it is longer (the later controller's)."""
+
+    failing_seconds: float | None = None
+    """What a placement that fails counts as: the 'failing signal', fixed and large. The paper gives
+    no number. None: twice the time of the whole graph on the slowest of its devices, one op after
+    another, so that any placement that runs is better."""
+    failures_until: int = 5000
+    """After so many updates only placements that ran update the parameters and the baseline: late
+    in training a failure is more likely the machine's than the placement's (paper, section 3.1)."""
+    normalise: bool = True
+    """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
+    against the moving average (the paper's)."""
+    baseline_decay: float = 0.9
+    """Of the moving average of rewards; it starts at the failing signal (later controller: 0.9)."""
+
+    epochs: int = 3
+    """Gradient steps on each batch."""
+    clip: float | None = 0.2
+    """PPO: a choice's probability gains nothing from leaving 1 +- this times what it was when
+    sampled (Schulman et al. 2017). None: the plain policy gradient."""
+    entropy: float = 0.02
+    """Weight of the entropy bonus at the start: keeps the policy trying things."""
+    entropy_decay: float = 0.5
+    """What the bonus is multiplied by every `entropy_halving` updates, smoothly."""
+    entropy_halving: int = 200
+    """See `entropy_decay`."""
+    logit_noise: float = 0.0
+    """Standard deviation of the noise on the logits while sampling (an option of the later
+    controller)."""
+    logit_noise_updates: int = 500
+    """How many updates the noise lasts."""
+
+    elites: int = 8
+    """The best placements known, which the policy imitates (self-imitation, Oh et al. 2018); 0:
+    none."""
+    imitation: float = 0.5
+    """Weight of imitating them in each update; 0: off."""
+    warm_start: int = 60
+    """Gradient steps of imitation before the first sample, on the classical placements it is told
+    of or computes itself; 0: from scratch."""
+    polish: int = 112
+    """Placements tried by a local search around the elites after each update's samples; the policy
+    then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
+    milliseconds."""
+    polish_round: int = 4000
+    """After so many polished placements the local search starts anew from the elites."""
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving", "polish_round"):
+            if getattr(self, name) < 1:
+                raise LearningError(f"learner: {name} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
+            "imitation", "warm_start", "polish",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise LearningError(
+                    f"learner: {name} must not be negative, not {getattr(self, name)}"
+                )
+        for name in ("learning_rate", "clip_norm", "learning_rate_decay", "entropy_decay"):
+            if not getattr(self, name) > 0:
+                raise LearningError(f"learner: {name} must be positive, not {getattr(self, name)}")
+        if not 0 <= self.baseline_decay < 1:
+            raise LearningError(
+                f"learner: baseline_decay must be from 0 to below 1, not {self.baseline_decay}"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise LearningError(f"learner: clip must be positive or none, not {self.clip}")
+        if self.failing_seconds is not None and not self.failing_seconds > 0:
+            raise LearningError(
+                f"learner: failing_seconds must be positive, not {self.failing_seconds}"
+            )
+        if (self.warm_start or self.polish or self.imitation) and not self.elites:
+            raise LearningError("learner: imitation, warm_start and polish need elites")
+
+
+PPO = LearnerConfig()
+
+REINFORCE = LearnerConfig(
+    policy=PolicyConfig(
+        hidden=256,
+        bidirectional=False,
+        attention=64,
+        adjacency="list",
+        log_shapes=False,
+        costs=False,
+        aligned=False,
+        running=False,
+        device_features=False,
+    ),
+    normalise=False,
+    epochs=1,
+    clip=None,
+    entropy=0.0,
+    elites=0,
+    imitation=0.0,
+    warm_start=0,
+    polish=0,
+)
+
+PRESETS = {"reinforce": REINFORCE, "ppo": PPO}
+
+
+def configured(base: LearnerConfig, settings: Sequence[str]) -> LearnerConfig:
+    """The config with `name=value` settings applied, as the command line gives them."""
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        name = name.strip()
+        if not equals:
+            raise LearningError(f"--learner {setting!r} is not of the form name=value")
+        if name.startswith("policy."):
+            policy = _set(base.policy, name.removeprefix("policy."), text.strip(), setting)
+            base = replace(base, policy=policy)
+        elif name == "policy":
+            raise LearningError(f"--learner {setting!r}: set its fields, such as policy.hidden=256")
+        else:
+            base = _set(base, name, text.strip(), setting)
+    return base
+
+
+def _set(config: Any, name: str, text: str, setting: str) -> Any:
+    types = {entry.name: str(entry.type) for entry in fields(config)}
+    if name not in types:
+        close = difflib.get_close_matches(name, types, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
+        raise LearningError(f"--learner {setting!r}: unknown setting {name!r}; {hint}")
+    return replace(config, **{name: _value(types[name], text, setting)})
+
+
+def _value(kind: str, text: str, setting: str) -> Any:
+    if text.lower() == "none" and "None" in kind:
+        return None
+    try:
+        if kind == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+    except (ValueError, KeyError):
+        raise LearningError(f"--learner {setting!r}: {text!r} is not of type {kind}") from None
+    return text

@@ -1,0 +1,174 @@
+"""Every method of finding a placement, by name. A new one is a file and a line here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from placewright.errors import SearchError
+from placewright.placement import Placement
+from placewright.placers.base import OneShot, Placer
+from placewright.placers.exact import Exact, ExactConfig
+from placewright.placers.expert import expert
+from placewright.placers.heft import heft
+from placewright.placers.local_search import LocalSearch
+from placewright.placers.m_etf import m_etf
+from placewright.placers.m_sct import m_sct
+from placewright.placers.m_topo import m_topo
+from placewright.placers.memory import Repairing
+from placewright.placers.mincut import mincut
+from placewright.placers.random_placement import RandomPlacement
+from placewright.placers.scotch import scotch
+from placewright.placers.single_device import single_device
+from placewright.problem import Problem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to make a placer, and one line on what it does."""
+
+    summary: str
+    make: Callable[[Settings], Placer]
+    needs: str = ""
+    """The optional package it cannot do without, if any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a placer is made from."""
+
+    name: str
+    problem: Problem
+    seed: int
+    seconds: float | None
+    """How long the whole search may take; a method that cannot be stopped keeps to a part of it."""
+    trials: int | None
+    """How many placements the whole search may try; likewise."""
+
+
+def _one_shot(function: Callable[[Problem], Sequence[Placement]]) -> Callable[[Settings], Placer]:
+    """Computed placements that run out of memory are repaired as far as possible."""
+    return lambda settings: Repairing(OneShot(settings.name, settings.problem, function))
+
+
+def _single(settings: Settings) -> Placer:
+    # Not repaired: a single device that is repaired is none any more.
+    return OneShot(settings.name, settings.problem, single_device)
+
+
+def _exact(settings: Settings) -> Placer:
+    # In a search of several methods it must leave some of the budget to the others. A thousand
+    # placements of a problem small enough to try them all take well under a second.
+    most = ExactConfig.max_placements
+    if settings.seconds is not None:
+        most = min(most, int(1000 * settings.seconds))
+    if settings.trials is not None:
+        most = min(most, settings.trials // 2)
+    seconds = 60.0 if settings.seconds is None else settings.seconds / 3
+    config = ExactConfig(max_placements=most, max_seconds=seconds)
+    return Repairing(Exact(settings.problem, config, seed=settings.seed))
+
+
+METHODS: dict[str, Method] = {
+    "single": Method(
+        "everything on one device, each in turn; what cannot run there goes to the CPU",
+        _single,
+    ),
+    "expert": Method(
+        "by hand: a recurrent layer per device, otherwise contiguous parts of equal size",
+        _one_shot(expert),
+    ),
+    "scotch": Method(
+        "Scotch's static mapping: op costs, tensor sizes, device and link capacities",
+        _one_shot(scotch),
+        needs="pyscotch",
+    ),
+    "mincut": Method(
+        "METIS: fewest bytes between balanced parts, CPU left out",
+        _one_shot(mincut),
+        needs="pymetis",
+    ),
+    "heft": Method("heterogeneous earliest finish time (Topcuoglu 2002)", _one_shot(heft)),
+    "m-topo": Method("fills devices in topological order up to equal memory", _one_shot(m_topo)),
+    "m-etf": Method("memory-constrained earliest task first (Baechi)", _one_shot(m_etf)),
+    "m-sct": Method(
+        "memory-constrained small communication times (Baechi), its linear program by HiGHS",
+        _one_shot(m_sct),
+        needs="scipy",
+    ),
+    "random": Method(
+        "uniformly random, until the budget is used",
+        lambda settings: RandomPlacement(settings.problem, seed=settings.seed),
+    ),
+    "exact": Method(
+        "enumeration or CP-SAT with a proven bound; small problems only",
+        _exact,
+        needs="ortools",
+    ),
+    "local-search": Method(
+        "parallel simulated annealing from the best found so far, until the budget is used",
+        lambda settings: LocalSearch(settings.problem, seed=settings.seed),
+    ),
+}
+
+AUTO = (
+    "single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct", "exact",
+    "local-search",
+)  # fmt: skip
+AUTO_SUMMARY = "every method but random, each told what the ones before it found"
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """The methods that `auto` or a list of names separated by commas stands for."""
+    names: list[str] = []
+    for name in text.split(","):
+        name = name.strip()
+        if name == "auto":
+            names += _installed(AUTO)
+        elif name in METHODS:
+            names.append(name)
+        else:
+            known = ("auto", *METHODS)
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise SearchError(f"unknown method {name!r}; {hint}")
+    # `auto,scotch` names scotch twice; once is enough.
+    return tuple(dict.fromkeys(names))
+
+
+def _installed(names: Sequence[str]) -> list[str]:
+    """Those whose optional package is there; `auto` does without the others, and says so."""
+    missing = [
+        name
+        for name in names
+        if METHODS[name].needs and importlib.util.find_spec(METHODS[name].needs) is None
+    ]
+    if missing:
+        logger.warning(
+            "auto leaves out %s: run pip install 'placewright[placers]'", ", ".join(missing)
+        )
+    return [name for name in names if name not in missing]
+
+
+def make(
+    names: Sequence[str],
+    problem: Problem,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    trials: int | None = None,
+) -> list[Placer]:
+    """The placers of these names, in order."""
+    if not 0 <= seed < 2**31:  # what all the libraries take
+        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
+    return [
+        METHODS[name].make(
+            Settings(name=name, problem=problem, seed=seed, seconds=seconds, trials=trials)
+        )
+        for name in names
+    ]
