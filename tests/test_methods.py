@@ -63,7 +63,7 @@ def test_auto_does_without_what_is_not_installed(
     names = methods.parse("auto")
     assert names == tuple(n for n in methods.AUTO if not methods.METHODS[n].needs)
     assert "auto leaves out scotch, mincut, m-sct, exact" in caplog.text
-    assert "pip install 'placewright[placers]'" in caplog.text
+    assert "pip install 'placewright[learning,placers]'" in caplog.text
 
 
 def test_every_method_has_one_line() -> None:

@@ -163,6 +163,8 @@ def place(
     seed: int = 0,
     constraints: Constraints | None = None,
     directory: str | Path | None = None,
+    learner: Sequence[str] = (),
+    policy: str | Path | None = None,
 ) -> Result:
     """Searches for a fast placement of a graph on a cluster.
 
@@ -177,6 +179,8 @@ def place(
         constraints: what to pin, forbid or keep together.
         directory: where to record every trial and save the result. A directory that holds a run of
             the same problem is continued; one of another problem is refused.
+        learner: settings of the learned methods, such as `samples=32`.
+        policy: file of a trained policy (`placewright train`) that they go on from.
     """
     if isinstance(graph, Problem):
         problem = graph
@@ -192,6 +196,8 @@ def place(
         Budget(seconds=seconds, trials=trials),
         seed=seed,
         directory=directory,
+        learner=learner,
+        policy=policy,
     )
     if directory is not None:
         result.save(directory)
@@ -205,6 +211,8 @@ def run(
     *,
     seed: int = 0,
     directory: str | Path | None = None,
+    learner: Sequence[str] = (),
+    policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
@@ -213,7 +221,11 @@ def run(
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     evaluator: Evaluator = SimulatedEvaluator(problem)
-    chosen = registry.make(methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials)
+    chosen = registry.make(
+        methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
+        learner=learner, policy=None if policy is None else str(policy),
+        cheap=evaluator.cheap,
+    )  # fmt: skip
     # The first evaluation compiles the simulator, which is nobody's search time.
     evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     started = time.monotonic()
@@ -224,8 +236,9 @@ def run(
         journal = Journal(Path(directory) / "journal.jsonl", problem)
     try:
         progress = search(
-            chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop
-        )
+            chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
+            directory=None if directory is None else Path(directory),
+        )  # fmt: skip
     finally:
         if journal is not None:
             journal.close()

@@ -1,4 +1,5 @@
-"""Every method of finding a placement, by name. A new one is a file and a line here."""
+"""Every method of finding a placement, learned or not, by name. A new one is a file and a line
+here."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import difflib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from placewright.errors import SearchError
+from placewright.errors import MissingExtraError, SearchError
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.placers.exact import Exact, ExactConfig
@@ -37,6 +38,15 @@ class Method:
     needs: str = ""
     """The optional package it cannot do without, if any."""
 
+    @property
+    def is_installed(self) -> bool:
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+    @property
+    def extra(self) -> str:
+        """The extra that installs it."""
+        return "learning" if self.needs == "torch" else "placers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -49,6 +59,12 @@ class Settings:
     """How long the whole search may take; a method that cannot be stopped keeps to a part of it."""
     trials: int | None
     """How many placements the whole search may try; likewise."""
+    learner: tuple[str, ...] = ()
+    """Settings of the learned methods, `name=value` each (`learning.config.LearnerConfig`)."""
+    cheap: bool = True
+    """Whether trying a placement costs milliseconds: methods then try more and think less."""
+    policy: str | None = None
+    """File of a trained policy that the learned methods go on from."""
 
 
 def _one_shot(function: Callable[[Problem], Sequence[Placement]]) -> Callable[[Settings], Placer]:
@@ -72,6 +88,35 @@ def _exact(settings: Settings) -> Placer:
     seconds = 60.0 if settings.seconds is None else settings.seconds / 3
     config = ExactConfig(max_placements=most, max_seconds=seconds)
     return Repairing(Exact(settings.problem, config, seed=settings.seed))
+
+
+TEACHERS = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf")
+"""Whose placements a learned method imitates first where no other method ran before it. Those that
+take seconds are not among them."""
+
+
+def _learned(settings: Settings) -> Placer:
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
+        raise MissingExtraError(f"method {settings.name!r}", "learning")
+    # Only here: importing torch takes seconds, and no other method needs it.
+    from placewright.learning.config import PRESETS, configured
+    from placewright.learning.learner import Learner
+    from placewright.learning.policy import Policy
+
+    preset = PRESETS[settings.name]
+    if not settings.cheap:
+        preset = replace(preset, polish=0)
+    config = configured(preset, settings.learner)
+    return Learner(
+        settings.problem,
+        config,
+        name=settings.name,
+        seed=settings.seed,
+        policy=None if settings.policy is None else Policy.load(settings.policy),
+        teachers=[
+            METHODS[name].make(replace(settings, name=name)) for name in installed(TEACHERS)[0]
+        ],
+    )
 
 
 METHODS: dict[str, Method] = {
@@ -114,13 +159,23 @@ METHODS: dict[str, Method] = {
         "parallel simulated annealing from the best found so far, until the budget is used",
         lambda settings: LocalSearch(settings.problem, seed=settings.seed),
     ),
+    "reinforce": Method(
+        "the paper's: sequence-to-sequence policy, REINFORCE (Mirhoseini 2017)",
+        _learned,
+        needs="torch",
+    ),
+    "ppo": Method(
+        "the same idea with PPO, imitation of the best, and local search around it",
+        _learned,
+        needs="torch",
+    ),
 }
 
 AUTO = (
     "single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct", "exact",
-    "local-search",
+    "local-search", "ppo",
 )  # fmt: skip
-AUTO_SUMMARY = "every method but random, each told what the ones before it found"
+AUTO_SUMMARY = "every method but random and reinforce, each told what the ones before it found"
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -129,7 +184,15 @@ def parse(text: str) -> tuple[str, ...]:
     for name in text.split(","):
         name = name.strip()
         if name == "auto":
-            names += _installed(AUTO)
+            found, missing = installed(AUTO)
+            names += found
+            if missing:
+                extras = sorted({METHODS[name].extra for name in missing})
+                logger.warning(
+                    "auto leaves out %s: run pip install 'placewright[%s]'",
+                    ", ".join(missing),
+                    ",".join(extras),
+                )
         elif name in METHODS:
             names.append(name)
         else:
@@ -141,18 +204,10 @@ def parse(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _installed(names: Sequence[str]) -> list[str]:
-    """Those whose optional package is there; `auto` does without the others, and says so."""
-    missing = [
-        name
-        for name in names
-        if METHODS[name].needs and importlib.util.find_spec(METHODS[name].needs) is None
-    ]
-    if missing:
-        logger.warning(
-            "auto leaves out %s: run pip install 'placewright[placers]'", ", ".join(missing)
-        )
-    return [name for name in names if name not in missing]
+def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those whose optional package is there, and the others."""
+    there = {name: METHODS[name].is_installed for name in names}
+    return [n for n in names if there[n]], [n for n in names if not there[n]]
 
 
 def make(
@@ -162,13 +217,15 @@ def make(
     seed: int = 0,
     seconds: float | None = None,
     trials: int | None = None,
+    learner: Sequence[str] = (),
+    policy: str | None = None,
+    cheap: bool = True,
 ) -> list[Placer]:
     """The placers of these names, in order."""
     if not 0 <= seed < 2**31:  # what all the libraries take
         raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
-    return [
-        METHODS[name].make(
-            Settings(name=name, problem=problem, seed=seed, seconds=seconds, trials=trials)
-        )
-        for name in names
-    ]
+    settings = Settings(
+        name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
+        learner=tuple(learner), policy=policy, cheap=cheap,
+    )  # fmt: skip
+    return [METHODS[name].make(replace(settings, name=name)) for name in names]

@@ -8,21 +8,26 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from placewright.errors import PlacementError, SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Trial
+from placewright.metrics import MetricsLog
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
 
-_MOST_IDLE_BATCHES = 100
-"""After so many batches of placements that were all tried before (and twice as many as the journal
-of a resumed run can explain), a placer is done: on a small problem a random one would otherwise
-never use up a budget of trials."""
+_MOST_IDLE = 100 * BATCH
+"""After so many proposals that were all tried before (and twice as many as the journal of a resumed
+run can explain), a placer is done: on a small problem a random one would otherwise never use up a
+budget of trials, nor would a learned one that always proposes the same."""
+
+_CHECKPOINT_SECONDS = 10.0
+"""How often placers are given the occasion to write a checkpoint."""
 
 _MOST_REMEMBERED = 100_000
 """Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
@@ -82,6 +87,8 @@ class Progress:
     trials_of: dict[str, int] = field(default_factory=dict)
     seconds_of: dict[str, float] = field(default_factory=dict)
     why_not_of: dict[str, str] = field(default_factory=dict)
+    metrics_of: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The last update of each method that learns."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -118,6 +125,7 @@ def search(
     budget: Budget,
     *,
     journal: Journal | None = None,
+    directory: Path | None = None,
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -127,7 +135,11 @@ def search(
     What earlier placers (or, on resuming, the journal) tried is told to the later ones, and a
     placement is never evaluated twice. The trial budget counts the journal's trials, so that a
     resumed run ends where the whole run would have.
+
+    `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
+    its checkpoint repeats what it proposed since, and is answered from the journal.
     """
+    metrics = MetricsLog(directory) if directory is not None else None
     known: dict[Placement, Measurement] = {}
     told: list[Trial] = []
     progress = Progress(budget=budget, started=time.monotonic())
@@ -142,7 +154,7 @@ def search(
         progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)
     progress.resumed = len(told)
-    most_idle = _MOST_IDLE_BATCHES + 2 * len(told) // BATCH
+    most_idle = _MOST_IDLE + 2 * len(told)
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
@@ -152,22 +164,29 @@ def search(
         if out_of_budget():
             break
         # Endless placers share what is left; the others end by themselves.
-        sharers = sum(other.endless for other in placers[number:]) if placer.endless else 1
+        sharers = 1.0
+        if placer.endless:
+            rest = sum(other.share for other in placers[number:] if other.endless)
+            sharers = rest / placer.share
         until_seconds = until_trials = math.inf
         if budget.seconds is not None:
             elapsed = progress.elapsed_seconds
             until_seconds = elapsed + (budget.seconds - elapsed) / sharers
         if budget.trials is not None:
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
-        idle_batches = 0
+        idle = 0
         progress.placer = placer.name
-        if told:
+        restored = directory is not None and placer.restore(directory)
+        if told and not restored:
             placer.tell(told)
+        if metrics is not None and not restored:
+            metrics.forget(placer.name)
+        checkpointed = time.monotonic()
         while not (
             stop()
             or progress.elapsed_seconds >= until_seconds
             or progress.trials >= until_trials
-            or idle_batches >= most_idle
+            or idle >= most_idle
         ):
             batch_started = time.monotonic()
             asked = placer.ask(int(min(BATCH, until_trials - progress.trials)))
@@ -177,7 +196,7 @@ def search(
             for placement in asked:
                 placement.check(evaluator.problem)
             new = [p for p in dict.fromkeys(asked) if p not in known]
-            idle_batches = 0 if new else idle_batches + 1
+            idle = 0 if new else idle + len(asked)
             measurements = evaluator.evaluate(new)
             if len(measurements) != len(new):
                 raise PlacementError("the evaluator gave fewer measurements than placements")
@@ -209,7 +228,18 @@ def search(
             for answer in answers:
                 progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
             placer.tell(answers)
+            for record in placer.take_metrics():
+                progress.metrics_of[placer.name] = record
+                if metrics is not None:
+                    metrics.append(placer.name, progress.trials, answers[-1].at_seconds, record)
+            due = time.monotonic() - checkpointed >= _CHECKPOINT_SECONDS
+            if directory is not None and due and placer.checkpoint(directory):
+                checkpointed = time.monotonic()
             progress.seconds_of[placer.name] += time.monotonic() - batch_started
             observe(progress)
+        if directory is not None:
+            placer.checkpoint(directory)
         progress.why_not_of[placer.name] = placer.why_not
+    if metrics is not None:
+        metrics.close()
     return progress

@@ -46,6 +46,18 @@ BudgetOption = Annotated[
 TrialsOption = Annotated[
     int | None, typer.Option("--trials", metavar="N", help="How many placements to try.")
 ]
+LearnerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--learner",
+        metavar="NAME=VALUE",
+        help="A setting of the learned methods (docs/learning.md); may be given several times.",
+    ),
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="A trained policy that the learned methods go on from."),
+]
 SeedOption = Annotated[int, typer.Option(help="The same seed gives the same simulated result.")]
 
 
@@ -72,6 +84,8 @@ def place(
         typer.Option(metavar="DIR", help="Continue the run in this directory."),
     ] = None,
     seed: SeedOption = 0,
+    learner: LearnerOption = None,
+    policy: PolicyOption = None,
     pin: common.PinOption = None,
     forbid: common.ForbidOption = None,
     together: common.TogetherOption = None,
@@ -105,7 +119,7 @@ def place(
     with _stop_on_interrupt() as stopped, _progress(limits) as observe:
         result = api.run(
             problem, chosen, limits, seed=seed, directory=directory, observe=observe,
-            stop=lambda: bool(stopped),
+            stop=lambda: bool(stopped), learner=learner or (), policy=policy,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
@@ -142,6 +156,8 @@ def compare(
         typer.Option("--trials", metavar="N", help="The same, as a number of placements."),
     ] = None,
     seed: SeedOption = 0,
+    learner: LearnerOption = None,
+    policy: PolicyOption = None,
     pin: common.PinOption = None,
     forbid: common.ForbidOption = None,
     together: common.TogetherOption = None,
@@ -179,7 +195,10 @@ def compare(
             if stopped:
                 break
             with common.errors.status(f"running {name} ..."):
-                result = api.run(problem, chosen, limits, seed=seed, stop=lambda: bool(stopped))
+                result = api.run(
+                    problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
+                    learner=learner or (), policy=policy,
+                )  # fmt: skip
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)
             if name == "single":
@@ -305,8 +324,20 @@ def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
     for name in progress.trials_of:
         if name in progress.best_of or name == progress.placer:
             mark = "> " if name == progress.placer else "  "
-            view.add_row(f"{mark}{name}", _found(progress.best_of.get(name)))
+            found = _found(progress.best_of.get(name))
+            view.add_row(f"{mark}{name}", found + _learning(progress.metrics_of.get(name)))
     return view
+
+
+def _learning(metrics: dict[str, float] | None) -> str:
+    """How the last update of a method that learns went."""
+    if metrics is None:
+        return ""
+    return (
+        f", update {metrics['update']:,.0f}: mean "
+        f"{common.format_seconds(metrics['step_seconds_mean'])}, entropy {metrics['entropy']:.2f}, "
+        f"{metrics['failure_share']:.0%} failed"
+    )
 
 
 def _found(trial: Trial | None) -> str:

@@ -17,6 +17,9 @@ class Evaluator(ABC):
     `placewright.testing.check_evaluator` checks what is promised here.
     """
 
+    cheap: bool = True
+    """Whether evaluating a placement costs milliseconds rather than seconds."""
+
     @property
     @abstractmethod
     def problem(self) -> Problem:

@@ -21,9 +21,9 @@ class LearnerConfig:
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network. Its fields are set as `policy.hidden=256`."""
-    samples: int = 16
+    samples: int = 32
     """K: placements sampled for one update. In the paper one for each worker of a controller, 4 to
-    8; 16 costs little more here and makes the gradient less noisy."""
+    8 for each of 20 controllers."""
     learning_rate: float = 1e-3
     """Of Adam, at the start."""
     learning_rate_decay: float = 0.5
@@ -47,7 +47,7 @@ class LearnerConfig:
     baseline_decay: float = 0.9
     """Of the moving average of rewards; it starts at the failing signal (later controller: 0.9)."""
 
-    epochs: int = 3
+    epochs: int = 2
     """Gradient steps on each batch."""
     clip: float | None = 0.2
     """PPO: a choice's probability gains nothing from leaving 1 +- this times what it was when
@@ -72,17 +72,17 @@ class LearnerConfig:
     warm_start: int = 60
     """Gradient steps of imitation before the first sample, on the classical placements it is told
     of or computes itself; 0: from scratch."""
-    polish: int = 112
+    polish: int = 480
     """Placements tried by a local search around the elites after each update's samples; the policy
     then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
     milliseconds."""
-    polish_round: int = 4000
-    """After so many polished placements the local search starts anew from the elites."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving", "polish_round"):
+        for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving"):
             if getattr(self, name) < 1:
-                raise LearningError(f"learner: {name} must be at least 1, not {getattr(self, name)}")
+                raise LearningError(
+                    f"learner: {name} must be at least 1, not {getattr(self, name)}"
+                )
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
             "imitation", "warm_start", "polish",
@@ -112,7 +112,7 @@ PPO = LearnerConfig()
 
 REINFORCE = LearnerConfig(
     policy=PolicyConfig(
-        hidden=256,
+        hidden=128,
         bidirectional=False,
         attention=64,
         adjacency="list",
@@ -122,6 +122,7 @@ REINFORCE = LearnerConfig(
         running=False,
         device_features=False,
     ),
+    samples=16,
     normalise=False,
     epochs=1,
     clip=None,

@@ -1,9 +1,9 @@
 """The learner: samples placements from the policy, and improves the policy by what came of them.
 
 One update is: sample K placements (`ask`); turn their step times into advantages; follow the policy
-gradient (`gradients`, `apply`: the two halves of `tell`). Around that, each of which can be switched
-off: imitation of the best placements known, a warm start from classical ones, and a local search
-around the best (expert iteration). `config.py` says where each default comes from.
+gradient (`gradients`, `apply`: the two halves of `tell`). Around that, and each can be switched off:
+imitation of the best placements known, a warm start from classical ones, and a local search around
+the best (expert iteration). `config.py` says where each default comes from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from placewright.learning.config import LearnerConfig
 from placewright.learning.features import features
 from placewright.learning.policy import Policy
 from placewright.learning.tensors import read_tensors, write_tensors
-from placewright.measurement import Measurement, Trial
+from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.placers.local_search import LocalSearch
@@ -150,12 +150,14 @@ class Learner(Placer):
         self._asked: deque[Placement] = deque()
         self._waiting: list[Placement] = []
         self._answers: list[Measurement] = []
-        # Polishing: a local search of its own, and how many placements it may still try.
+        # Polishing: a local search of its own, and how many placements it may try until the next
+        # update.
         self._polisher: LocalSearch | None = None
         self._polish_left = 0
-        self._polish_asked: dict[Placement, int] = {}
-        self._polish_tried = 0
-        self._rounds = 0
+        self._polish_asked: set[Placement] = set()
+        # Trials of the journal, between a restored checkpoint and the first proposal.
+        self._restored = False
+        self._resumed: Sequence[Trial] | None = None
         self._metrics: list[dict[str, float]] = []
 
     # --- ask -------------------------------------------------------------------------------------
@@ -228,37 +230,37 @@ class Learner(Placer):
 
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
-            self._rounds += 1
-            self._polish_tried = 0
-            self._polisher = LocalSearch(self.problem, seed=(self._seed + self._rounds) % 2**31)
+            self._polisher = LocalSearch(self.problem, seed=self._seed)
+            self._polisher.tell(self._resumed or [])
             self._polisher.tell([_trial(self.name, e.placement, e.seconds) for e in self._elites])
+            self._resumed = None
         asked = self._polisher.ask(min(count, self._polish_left))
-        for placement in asked:
-            self._polish_asked[placement] = self._polish_asked.get(placement, 0) + 1
+        self._polish_asked.update(asked)
         return asked
 
     # --- tell ------------------------------------------------------------------------------------
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        polished = []
+        if self._restored:
+            # The policy goes on from where the checkpoint was; only the local search, which has no
+            # checkpoint, learns what was tried since.
+            self._restored, self._resumed = False, trials
+            return
         for trial in trials:
             self._keep(trial)
             if self._asked and trial.placement == self._asked[0]:
                 self._asked.popleft()
                 self._answers.append(trial.measurement)
-            elif self._polish_asked.pop(trial.placement, 0):
-                polished.append(trial)
             elif trial.placer != self.name and trial.measurement.ok:
                 self._teachers = []  # others have done that work
         for teacher in self._teachers[:1]:
             teacher.tell(trials)
         self._trials += len(trials)
-        if polished and self._polisher is not None:
-            self._polisher.tell(polished)
-            self._polish_left -= len(polished)
-            self._polish_tried += len(polished)
-            if self._polish_left <= 0 and self._polish_tried >= self.config.polish_round:
-                self._polisher = None
+        if self._polisher is not None:
+            # It is told of the samples as well: what the policy finds is worth a look around.
+            self._polisher.tell(trials)
+            self._polish_left -= len([t for t in trials if t.placement in self._polish_asked])
+            self._polish_asked.difference_update(t.placement for t in trials)
         if self._sampled is not None and not self._asked:
             self._update()
 
@@ -334,9 +336,7 @@ class Learner(Placer):
         parameters = dict(self.policy.named_parameters())
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         gradients = {
-            name: value
-            for name, value in zip(parameters, found, strict=True)
-            if value is not None
+            name: value for name, value in zip(parameters, found, strict=True) if value is not None
         }
         norm = gradient_norm(gradients)
         if not torch.isfinite(norm):
@@ -413,11 +413,11 @@ class Learner(Placer):
     @property
     def restorable(self) -> bool:
         """Whether this is a moment between updates, where a checkpoint holds all there is."""
-        return self._sampled is None and self._polisher is None and not self._teachers
+        return self._sampled is None and not self._polish_asked and not self._teachers
 
-    def checkpoint(self, folder: Path) -> None:
+    def checkpoint(self, folder: Path) -> bool:
         if not self.restorable or not self.updates:
-            return
+            return False
         described = {
             "policy": self.policy.description(),
             "problem": self.problem.fingerprint,
@@ -426,7 +426,6 @@ class Learner(Placer):
             "steps": self.updater.steps,
             "baseline": self._baseline,
             "warm": self._warm,
-            "rounds": self._rounds,
             "polish_left": self._polish_left,
             "trials": self._trials,
             "elites": [[e.seconds, e.placement.devices.tolist()] for e in self._elites],
@@ -435,6 +434,7 @@ class Learner(Placer):
         tensors |= {f"adam/{name}": value for name, value in self.updater.state().items()}
         tensors["random"] = self._random.get_state()
         write_tensors(self._file(folder), FORMAT, described, tensors)
+        return True
 
     def restore(self, folder: Path) -> bool:
         path = self._file(folder)
@@ -460,7 +460,6 @@ class Learner(Placer):
             self.updates = int(described["updates"])
             self._baseline = float(described["baseline"])
             self._warm = bool(described["warm"])
-            self._rounds = int(described["rounds"])
             self._polish_left = int(described["polish_left"])
             self._trials = int(described["trials"])
             self._elites = [
@@ -471,6 +470,7 @@ class Learner(Placer):
             raise LearningError(f"{path}: damaged checkpoint: {fault!r}") from None
         self._teachers = []
         self._greedy_due = False
+        self._restored = True
         return True
 
     def _file(self, folder: Path) -> Path:
@@ -491,8 +491,6 @@ def _failing_seconds(problem: Problem) -> float:
 
 
 def _trial(placer: str, placement: Placement, seconds: float) -> Trial:
-    from placewright.measurement import Outcome
-
     measurement = Measurement(outcome=Outcome.OK, step_seconds=(seconds,))
     return Trial(placement=placement, measurement=measurement, placer=placer)
 

@@ -49,8 +49,8 @@ class PolicyConfig:
     of an update on a CPU."""
     adjacency: Literal["list", "neighbours"] = "neighbours"
     """How a group's neighbours are seen. `list`: which groups feed it and which it feeds, a column
-    for each group (the paper's), which ties the policy to graphs of one size. `neighbours`: the mean
-    of the neighbours' own features, weighted by traffic, two rounds."""
+    for each group (the paper's), which ties the policy to graphs of one size. `neighbours`: the
+    mean of the neighbours' own features, weighted by traffic, two rounds."""
     log_shapes: bool = True
     """Output shapes as logarithms instead of plain numbers."""
     costs: bool = True
@@ -116,8 +116,10 @@ class Encoded(NamedTuple):
     keys_GA: Tensor
     last_H: Tensor
     cell_H: Tensor
-    given_DH: Tensor
-    """Embedding of each device as the last choice; the row after the last is 'go'."""
+    projected_G4H: Tensor
+    """What each group's state adds to the gates of its step; zero unless aligned."""
+    projected_D4H: Tensor
+    """What the device chosen last adds to them; the row after the last device is 'go'."""
     chosen_DH: Tensor
     """The logits' weights of each device."""
 
@@ -151,7 +153,12 @@ class Policy(nn.Module):
         self.encoder = nn.LSTM(
             hidden, hidden // directions, bidirectional=config.bidirectional, batch_first=True
         )
-        self.decoder = nn.LSTM(hidden * (1 + config.aligned), hidden, batch_first=True)
+        # The decoder's LSTM. Its input is projected apart by where it comes from: there are only D
+        # devices and G states to project, however many samples there are.
+        self.from_given = nn.Linear(hidden, 4 * hidden)
+        if config.aligned:
+            self.from_state = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.from_last = nn.Linear(hidden, 4 * hidden, bias=False)
         self.given = nn.Embedding(config.max_devices + 1, hidden)
         self.chosen = nn.Embedding(config.max_devices, hidden)
         if config.device_features:
@@ -170,7 +177,8 @@ class Policy(nn.Module):
                 nn.init.xavier_uniform_(parameter)
             else:
                 nn.init.zeros_(parameter)
-            if "bias_ih" in name:  # gates are in the order input, forget, cell, output
+            # Gates are in the order input, forget, cell, output.
+            if "bias_ih" in name or name == "from_given.bias":
                 size = parameter.shape[0] // 4
                 with torch.no_grad():
                     parameter[size : 2 * size] = self.config.forget_bias
@@ -234,12 +242,17 @@ class Policy(nn.Module):
         if self.config.device_features:
             more_given, more_chosen = self.describe(x.devices_DF).chunk(2, dim=1)
             given_DH, chosen_DH = given_DH + more_given, chosen_DH + more_chosen
+        if self.config.aligned:
+            projected_G4H = self.from_state(states_1GH[0])
+        else:
+            projected_G4H = states_1GH.new_zeros((states_1GH.shape[1], 4 * self.config.hidden))
         return Encoded(
             states_GH=states_1GH[0],
             keys_GA=self.key(states_1GH[0]),
             last_H=last.reshape(-1),
             cell_H=cell.reshape(-1),
-            given_DH=torch.cat([given_DH, self.given.weight[-1:]]),
+            projected_G4H=projected_G4H,
+            projected_D4H=self.from_given(torch.cat([given_DH, self.given.weight[-1:]])),
             chosen_DH=chosen_DH,
         )
 
@@ -248,14 +261,11 @@ class Policy(nn.Module):
         choice, with gradients, all steps at once."""
         e = self.encode(x)
         samples, groups = actions_KG.shape
-        devices = x.forbidden_GD.shape[1]
-        go = torch.full((samples, 1), devices, dtype=actions_KG.dtype, device=actions_KG.device)
-        inputs_KGH = e.given_DH[torch.cat([go, actions_KG[:, :-1]], dim=1)]
-        if self.config.aligned:
-            aligned = e.states_GH.expand(samples, -1, -1)
-            inputs_KGH = torch.cat([aligned, inputs_KGH], dim=2)
-        start = (e.last_H.expand(1, samples, -1).contiguous(), e.cell_H.expand(1, samples, -1))
-        hidden_KGH, _ = self.decoder(inputs_KGH, (start[0], start[1].contiguous()))
+        go = torch.full_like(actions_KG[:, :1], x.forbidden_GD.shape[1])
+        given_KG = torch.cat([go, actions_KG[:, :-1]], dim=1)
+        hidden_KGH = _Lstm.apply(
+            e.projected_G4H, e.projected_D4H, self.from_last.weight, e.last_H, e.cell_H, given_KG
+        )
         scores_KGG = _AdditiveScores.apply(
             self.query(hidden_KGH).reshape(samples * groups, -1), e.keys_GA, self.attend.weight[0]
         ).view(samples, groups, groups)
@@ -305,17 +315,12 @@ class Policy(nn.Module):
             gumbel_GKD += noise * torch.randn(gumbel_GKD.shape, generator=generator)
         gumbel_GKD = gumbel_GKD.to(where)
 
-        # All that does not depend on the choices is computed once: input projections of encoder
-        # states and device embeddings, attention keys, the context's share of `combine`.
-        split = self.config.hidden if self.config.aligned else 0
-        w_in, w_back = self.decoder.weight_ih_l0, self.decoder.weight_hh_l0.T
-        bias = self.decoder.bias_ih_l0 + self.decoder.bias_hh_l0
-        from_device = e.given_DH @ w_in[:, split:].T + bias
-        from_state = e.states_GH @ w_in[:, :split].T if split else None
+        # All that does not depend on the choices is computed once.
+        w_last = self.from_last.weight.T
         w_hidden, w_context = self.combine.weight.split(self.config.hidden, dim=1)
         w_hidden, context_GH = w_hidden.T, e.states_GH @ w_context.T
         w_query, w_attend = self.query.weight.T, self.attend.weight[0]
-        keys_1GA = e.keys_GA[None] + self.query.bias
+        e_key_1GA = _exp2x(e.keys_GA)[None]
         w_chosen = e.chosen_DH.T
         if self.config.running:
             w_weigh = self.weigh.weight.T
@@ -326,13 +331,11 @@ class Policy(nn.Module):
         last = torch.full((count,), devices, device=where)
         actions, logps = [], []
         for g in range(groups):
-            gates = torch.addmm(from_device[last], h, w_back)
-            if from_state is not None:
-                gates = gates + from_state[g]
-            i, f, n, o = gates.chunk(4, dim=1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(n)
-            h = torch.sigmoid(o) * torch.tanh(c)
-            scores_KG = torch.tanh((h @ w_query)[:, None] + keys_1GA) @ w_attend
+            gates = torch.addmm(e.projected_D4H[last], h, w_last).add_(e.projected_G4H[g])
+            h, c, _, _ = _lstm_cell(gates, c)
+            e_query = _exp2x(torch.addmm(self.query.bias, h, w_query))
+            # tanh is 1 - 2r; the constant changes nothing in a softmax.
+            scores_KG = -2 * _reciprocal(e_query[:, None], e_key_1GA) @ w_attend
             attended = torch.softmax(scores_KG, dim=1) @ context_GH
             out = torch.tanh(attended + torch.addmm(self.combine.bias, h, w_hidden))
             logits = out @ w_chosen
@@ -391,23 +394,116 @@ class Policy(nn.Module):
         self.load_state_dict({name: tensors[name] for name in own})
 
 
+def _lstm_cell(gates_K4H: Tensor, cell_KH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output and cell state of a step; the activated gates and tanh of the cell for `_Lstm`."""
+    hidden = cell_KH.shape[1]
+    gates_K4H[:, : 2 * hidden].sigmoid_()
+    gates_K4H[:, 2 * hidden : 3 * hidden].tanh_()
+    gates_K4H[:, 3 * hidden :].sigmoid_()
+    i, f, n, o = gates_K4H.chunk(4, dim=1)
+    cell = torch.addcmul(i * n, f, cell_KH)
+    squashed = torch.tanh(cell)
+    return o * squashed, cell, gates_K4H, squashed
+
+
+class _Lstm(torch.autograd.Function):
+    """An LSTM over inputs that are projected already: [G, 4H] by step plus [D, 4H] by choice.
+
+    torch's own would project the K x G inputs one by one, three times the work here. Returns
+    [K, G, H].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step_G4H: Tensor,
+        choice_D4H: Tensor,
+        weight_4HH: Tensor,
+        start_H: Tensor,
+        cell_H: Tensor,
+        given_KG: Tensor,
+    ) -> Tensor:
+        samples, groups = given_KG.shape
+        h, c = start_H.expand(samples, -1), cell_H.expand(samples, -1)
+        outputs, cells, gates, squashed = [h], [c], [], []
+        transposed = weight_4HH.T
+        for g in range(groups):
+            inputs = torch.addmm(choice_D4H[given_KG[:, g]], h, transposed).add_(step_G4H[g])
+            h, c, activated, tanh_c = _lstm_cell(inputs, c)
+            outputs.append(h)
+            cells.append(c)
+            gates.append(activated)
+            squashed.append(tanh_c)
+        hidden_GKH = torch.stack(outputs)
+        ctx.save_for_backward(
+            hidden_GKH, torch.stack(cells), torch.stack(gates), torch.stack(squashed),
+            weight_4HH, given_KG,
+        )  # fmt: skip
+        ctx.choices = choice_D4H.shape[0]
+        return hidden_GKH[1:].transpose(0, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_GKH, cells_GKH, gates_GK4H, squashed_GKH, weight_4HH, given_KG = ctx.saved_tensors
+        grad_GKH = grads[0].transpose(0, 1)
+        i, f, n, o = gates_GK4H.chunk(4, dim=2)
+        # Derivatives of the gates that do not depend on what flows back, for all steps at once.
+        by_cell_GKH = o * (1 - squashed_GKH * squashed_GKH)
+        by_output_GKH = squashed_GKH * o * (1 - o)
+        by_input_GK3H = torch.cat(
+            [n * i * (1 - i), cells_GKH[:-1] * f * (1 - f), i * (1 - n * n)], dim=2
+        )
+        d_gates_GK4H = torch.empty_like(gates_GK4H)
+        hidden = hidden_GKH.shape[2]
+        dh_next = torch.zeros_like(hidden_GKH[0])
+        dc = torch.zeros_like(dh_next)
+        for g in range(grad_GKH.shape[0] - 1, -1, -1):
+            dh = grad_GKH[g] + dh_next
+            dc = torch.addcmul(dc, dh, by_cell_GKH[g])
+            d_gates = d_gates_GK4H[g]
+            torch.mul(by_input_GK3H[g], dc.repeat(1, 3), out=d_gates[:, : 3 * hidden])
+            torch.mul(dh, by_output_GKH[g], out=d_gates[:, 3 * hidden :])
+            dh_next = d_gates @ weight_4HH
+            dc = dc * f[g]
+        flat = d_gates_GK4H.reshape(-1, 4 * hidden)
+        d_weight = flat.T @ hidden_GKH[:-1].reshape(-1, hidden)
+        chosen = torch.nn.functional.one_hot(given_KG.T.reshape(-1), ctx.choices).to(flat.dtype)
+        return (
+            d_gates_GK4H.sum(dim=1), chosen.T @ flat, d_weight, dh_next.sum(dim=0), dc.sum(dim=0),
+            None,
+        )  # fmt: skip
+
+
+def _exp2x(values: Tensor) -> Tensor:
+    # Beyond +-20 tanh is +-1 in 32 bits, and the product of two stays finite.
+    return torch.exp(2 * values.clamp(-20, 20))
+
+
+def _reciprocal(e_query: Tensor, e_key: Tensor) -> Tensor:
+    """r = 1 / (1 + exp(2(query + key))), so that tanh(query + key) = 1 - 2r.
+
+    The exponential of a sum is a product: one division an entry instead of a tanh."""
+    return torch.mul(e_query, e_key).add_(1).reciprocal_()
+
+
 class _AdditiveScores(torch.autograd.Function):
-    """score[r, j] = sum_a attend[a] * tanh(query[r, a] + key[j, a]).
+    """score[r, j] = sum_a attend[a] * tanh(query[r, a] + key[j, a]), but for a constant.
 
     The tanh has rows x groups x A entries, hundreds of megabytes for a large graph. It is made in
     blocks that stay in the cache, and made again in the backward pass instead of being kept.
     """
 
-    BLOCK = 1 << 20
+    BLOCK = 1 << 17
 
     @staticmethod
     def forward(ctx: Any, query_RA: Tensor, key_GA: Tensor, attend_A: Tensor) -> Tensor:
         ctx.save_for_backward(query_RA, key_GA, attend_A)
-        blocks = [
-            torch.tanh(block[:, None] + key_GA) @ attend_A
-            for block in query_RA.split(_AdditiveScores._rows(key_GA))
-        ]
-        return torch.cat(blocks)
+        e_query, e_key = _exp2x(query_RA), _exp2x(key_GA)
+        scores = query_RA.new_empty((len(query_RA), len(key_GA)))
+        rows = _AdditiveScores._rows(key_GA)
+        for block, out in zip(e_query.split(rows), scores.split(rows), strict=True):
+            torch.matmul(_reciprocal(block[:, None], e_key), attend_A, out=out)
+        return scores.mul_(-2)
 
     @staticmethod
     def _rows(key_GA: Tensor) -> int:
@@ -417,15 +513,19 @@ class _AdditiveScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query_RA, key_GA, attend_A = ctx.saved_tensors
         (grad_RG,) = grads
-        d_query, d_key, d_attend = [], torch.zeros_like(key_GA), torch.zeros_like(attend_A)
+        e_query, e_key = _exp2x(query_RA), _exp2x(key_GA)
+        d_query = torch.empty_like(query_RA)
+        d_key, d_attend = torch.zeros_like(key_GA), torch.zeros_like(attend_A)
         rows = _AdditiveScores._rows(key_GA)
-        for block, grad in zip(query_RA.split(rows), grad_RG.split(rows), strict=True):
-            t = torch.tanh(block[:, None] + key_GA)
-            d_attend += torch.mv(t.reshape(-1, t.shape[2]).T, grad.reshape(-1))
-            inner = torch.addcmul(grad[..., None], t * t, grad[..., None], value=-1)
-            d_query.append(inner.sum(dim=1) * attend_A)
-            d_key += inner.sum(dim=0) * attend_A
-        return torch.cat(d_query), d_key, d_attend
+        blocks = zip(e_query.split(rows), grad_RG.split(rows), d_query.split(rows), strict=True)
+        for block, grad, d_block in blocks:
+            r = _reciprocal(block[:, None], e_key)
+            d_attend += torch.mv(r.view(-1, r.shape[2]).T, grad.reshape(-1))
+            # Derivative of tanh = 1 - 2r is 4r(1 - r).
+            inner = torch.addcmul(r, r, r, value=-1).mul_(grad[..., None])
+            torch.sum(inner, dim=1, out=d_block)
+            d_key += inner.sum(dim=0)
+        return d_query * (4 * attend_A), d_key * (4 * attend_A), d_attend * -2
 
 
 def _running_of(x: Inputs, actions_KG: Tensor) -> Tensor:

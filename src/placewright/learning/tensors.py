@@ -23,7 +23,7 @@ def write_tensors(
 
 
 def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The description and the tensors of a file of this kind, or one line that says what is wrong."""
+    """The description and the tensors of a file of this kind, or one line on what is wrong."""
     if not Path(path).is_file():
         raise LearningError(f"{path}: no such file")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from placewright.measurement import Trial
 from placewright.placement import Placement
@@ -21,6 +22,8 @@ class Placer(ABC):
     """The method's name in tables, journals and on the command line."""
     endless: bool = False
     """Whether it goes on proposing until stopped, and so needs a share of the budget."""
+    share: float = 1.0
+    """How large its share of the budget is, against other endless ones."""
     why_not: str = ""
     """Why it has nothing to propose, in one line, where that needs saying."""
     lower_bound_seconds: float = 0.0
@@ -37,6 +40,21 @@ class Placer(ABC):
     def tell(self, trials: Sequence[Trial]) -> None:
         """What came of placements of this problem: those asked for, or those of another placer
         (an earlier method, or the journal of a run that is resumed)."""
+
+    def take_metrics(self) -> list[dict[str, float]]:
+        """What there is to watch since the last call: one record for each update of a method that
+        learns, with the number of the update as `update`."""
+        return []
+
+    def checkpoint(self, folder: Path) -> bool:
+        """Writes what `restore` needs into the run's directory, if this is a moment for it; says
+        whether it did. Only methods whose state cannot be had from the journal need it."""
+        return False
+
+    def restore(self, folder: Path) -> bool:
+        """Goes back to the last checkpoint, if there is one. What was proposed since is then
+        proposed again, and the search answers from its journal."""
+        return False
 
 
 class OneShot(Placer):

@@ -89,6 +89,7 @@ class LocalSearch(Placer):
 
     name = "local-search"
     endless = True
+    share = 2.0
 
     def __init__(
         self, problem: Problem, config: LocalSearchConfig | None = None, *, seed: int = 0
