@@ -24,7 +24,7 @@ class LearnerConfig:
     samples: int = 32
     """K: placements sampled for one update. In the paper one for each worker of a controller, 4 to
     8 for each of 20 controllers."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Of Adam, at the start."""
     learning_rate_decay: float = 0.5
     """What the learning rate is multiplied by every `learning_rate_halving` updates, smoothly. The
@@ -52,7 +52,7 @@ class LearnerConfig:
     clip: float | None = 0.2
     """PPO: a choice's probability gains nothing from leaving 1 +- this times what it was when
     sampled (Schulman et al. 2017). None: the plain policy gradient."""
-    entropy: float = 0.02
+    entropy: float = 0.01
     """Weight of the entropy bonus at the start: keeps the policy trying things."""
     entropy_decay: float = 0.5
     """What the bonus is multiplied by every `entropy_halving` updates, smoothly."""
@@ -67,7 +67,7 @@ class LearnerConfig:
     elites: int = 8
     """The best placements known, which the policy imitates (self-imitation, Oh et al. 2018); 0:
     none."""
-    imitation: float = 0.5
+    imitation: float = 1.0
     """Weight of imitating them in each update; 0: off."""
     warm_start: int = 60
     """Gradient steps of imitation before the first sample, on the classical placements it is told
@@ -114,7 +114,6 @@ REINFORCE = LearnerConfig(
     policy=PolicyConfig(
         hidden=128,
         bidirectional=False,
-        attention=64,
         adjacency="list",
         log_shapes=False,
         costs=False,
@@ -123,6 +122,7 @@ REINFORCE = LearnerConfig(
         device_features=False,
     ),
     samples=16,
+    learning_rate=1e-3,
     normalise=False,
     epochs=1,
     clip=None,

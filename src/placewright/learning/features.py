@@ -165,7 +165,8 @@ def _traffic(problem: Problem, position: npt.NDArray[np.int64]) -> FloatArray:
 
 def _shares(traffic: FloatArray) -> Array32:
     total = traffic.sum(axis=1, keepdims=True)
-    return np.divide(traffic, total, out=np.zeros_like(traffic), where=total > 0).astype(np.float32)
+    shares = np.divide(traffic, total, out=np.zeros_like(traffic), where=total > 0)
+    return np.asarray(shares, dtype=np.float32)
 
 
 def _extras(

@@ -1,7 +1,7 @@
 """The learner: samples placements from the policy, and improves the policy by what came of them.
 
 One update is: sample K placements (`ask`); turn their step times into advantages; follow the policy
-gradient (`gradients`, `apply`: the two halves of `tell`). Around that, and each can be switched off:
+gradient (`gradients`, `apply`: the two halves of `tell`). Around that, each of them optional:
 imitation of the best placements known, a warm start from classical ones, and a local search around
 the best (expert iteration). `config.py` says where each default comes from.
 """
@@ -330,7 +330,7 @@ class Learner(Placer):
 
     def _entropy_weight(self) -> float:
         halvings = self.updates / self.config.entropy_halving
-        return self.config.entropy * self.config.entropy_decay**halvings
+        return self.config.entropy * math.pow(self.config.entropy_decay, halvings)
 
     def _differentiate(self, loss: Tensor) -> Gradients:
         parameters = dict(self.policy.named_parameters())
@@ -480,9 +480,8 @@ class Learner(Placer):
 def gradient_norm(gradients: Gradients) -> Tensor:
     if not gradients:
         return torch.zeros(())
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(g).cpu() for g in gradients.values()])
-    )
+    squares = [(gradient * gradient).sum().cpu() for gradient in gradients.values()]
+    return torch.stack(squares).sum().sqrt()
 
 
 def _failing_seconds(problem: Problem) -> float:

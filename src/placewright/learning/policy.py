@@ -44,7 +44,7 @@ class PolicyConfig:
     controller)."""
     type_embedding: int = 32
     """Width of the embedding of op types."""
-    attention: int = 32
+    attention: int = 16
     """Width of the additive attention. Its tanh over samples x groups x groups is most of the cost
     of an update on a CPU."""
     adjacency: Literal["list", "neighbours"] = "neighbours"
@@ -263,12 +263,13 @@ class Policy(nn.Module):
         samples, groups = actions_KG.shape
         go = torch.full_like(actions_KG[:, :1], x.forbidden_GD.shape[1])
         given_KG = torch.cat([go, actions_KG[:, :-1]], dim=1)
-        hidden_KGH = _Lstm.apply(
-            e.projected_G4H, e.projected_D4H, self.from_last.weight, e.last_H, e.cell_H, given_KG
-        )
-        scores_KGG = _AdditiveScores.apply(
-            self.query(hidden_KGH).reshape(samples * groups, -1), e.keys_GA, self.attend.weight[0]
-        ).view(samples, groups, groups)
+        hidden_KGH = _apply(
+            _Lstm, e.projected_G4H, e.projected_D4H, self.from_last.weight, e.last_H, e.cell_H,
+            given_KG,
+        )  # fmt: skip
+        query_RA = self.query(hidden_KGH).reshape(samples * groups, -1)
+        scores_RG = _apply(_AdditiveScores, query_RA, e.keys_GA, self.attend.weight[0])
+        scores_KGG = scores_RG.view(samples, groups, groups)
         context_KGH = torch.softmax(scores_KGG, dim=2) @ e.states_GH
         out_KGH = torch.tanh(self.combine(torch.cat([hidden_KGH, context_KGH], dim=2)))
         logits_KGD = out_KGH @ e.chosen_DH.T
@@ -317,7 +318,7 @@ class Policy(nn.Module):
 
         # All that does not depend on the choices is computed once.
         w_last = self.from_last.weight.T
-        w_hidden, w_context = self.combine.weight.split(self.config.hidden, dim=1)
+        w_hidden, w_context = self.combine.weight.chunk(2, dim=1)
         w_hidden, context_GH = w_hidden.T, e.states_GH @ w_context.T
         w_query, w_attend = self.query.weight.T, self.attend.weight[0]
         e_key_1GA = _exp2x(e.keys_GA)[None]
@@ -392,6 +393,11 @@ class Policy(nn.Module):
                     f"expected {tuple(value.shape)}"
                 )
         self.load_state_dict({name: tensors[name] for name in own})
+
+
+def _apply(function: Any, *inputs: Tensor) -> Tensor:
+    result: Tensor = function.apply(*inputs)
+    return result
 
 
 def _lstm_cell(gates_K4H: Tensor, cell_KH: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -493,21 +499,22 @@ class _AdditiveScores(torch.autograd.Function):
     blocks that stay in the cache, and made again in the backward pass instead of being kept.
     """
 
-    BLOCK = 1 << 17
-
     @staticmethod
     def forward(ctx: Any, query_RA: Tensor, key_GA: Tensor, attend_A: Tensor) -> Tensor:
         ctx.save_for_backward(query_RA, key_GA, attend_A)
         e_query, e_key = _exp2x(query_RA), _exp2x(key_GA)
         scores = query_RA.new_empty((len(query_RA), len(key_GA)))
-        rows = _AdditiveScores._rows(key_GA)
-        for block, out in zip(e_query.split(rows), scores.split(rows), strict=True):
-            torch.matmul(_reciprocal(block[:, None], e_key), attend_A, out=out)
+        for rows in _AdditiveScores._blocks(query_RA, key_GA):
+            r = _reciprocal(e_query[rows, None], e_key)
+            torch.matmul(r, attend_A, out=scores[rows])
         return scores.mul_(-2)
 
     @staticmethod
-    def _rows(key_GA: Tensor) -> int:
-        return max(1, _AdditiveScores.BLOCK // key_GA.numel())
+    def _blocks(query_RA: Tensor, key_GA: Tensor) -> list[slice]:
+        # A CPU's cache holds little; a GPU wants few and large steps.
+        entries = 1 << 24 if key_GA.is_cuda else 1 << 17
+        rows = max(1, entries // key_GA.numel())
+        return [slice(at, at + rows) for at in range(0, len(query_RA), rows)]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -516,14 +523,13 @@ class _AdditiveScores(torch.autograd.Function):
         e_query, e_key = _exp2x(query_RA), _exp2x(key_GA)
         d_query = torch.empty_like(query_RA)
         d_key, d_attend = torch.zeros_like(key_GA), torch.zeros_like(attend_A)
-        rows = _AdditiveScores._rows(key_GA)
-        blocks = zip(e_query.split(rows), grad_RG.split(rows), d_query.split(rows), strict=True)
-        for block, grad, d_block in blocks:
-            r = _reciprocal(block[:, None], e_key)
+        for rows in _AdditiveScores._blocks(query_RA, key_GA):
+            grad = grad_RG[rows]
+            r = _reciprocal(e_query[rows, None], e_key)
             d_attend += torch.mv(r.view(-1, r.shape[2]).T, grad.reshape(-1))
             # Derivative of tanh = 1 - 2r is 4r(1 - r).
             inner = torch.addcmul(r, r, r, value=-1).mul_(grad[..., None])
-            torch.sum(inner, dim=1, out=d_block)
+            torch.sum(inner, dim=1, out=d_query[rows])
             d_key += inner.sum(dim=0)
         return d_query * (4 * attend_A), d_key * (4 * attend_A), d_attend * -2
 
