@@ -29,15 +29,20 @@ Floats: TypeAlias = Any
 
 UINT = np.uint32
 
-OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT), ("waits_for", UINT)], align=True)
-"""Where the op's part of `uses`, `own` and `released` begins and that of the op before ends; how
-many uses it waits for."""
-USE = np.dtype([("op", UINT), ("thing", UINT)], align=True)
-"""An op that waits, and for what."""
-THING = np.dtype([("buffer", UINT), ("producer", UINT), ("bytes", np.float64)], align=True)
-"""A tensor or the completion of an op: where it lies, who makes it, what a transfer moves."""
+OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT)], align=True)
+"""Where the op's part of `uses`, `own` and `released` begins and that of the op before ends."""
+USE = np.dtype([("op", UINT), ("thing", UINT), ("buffer", UINT), ("same_way", UINT)], align=True)
+"""An op that waits, for what, and where that lies. `same_way` is working memory: the next use that
+the same transfer serves, E after the last."""
 BUFFER = np.dtype([("home_bytes", np.int64), ("copy_bytes", np.int64), ("op", UINT)], align=True)
+"""`op` decides where home is, and is N where both sizes are equal."""
 STATE = np.dtype([("device", UINT), ("waits_for", UINT)], align=True)
+ENTRY = np.dtype(
+    [("end", np.float64), ("next", UINT), ("item", UINT), ("buffer", UINT), ("device", UINT)],
+    align=True,
+)
+"""What stands in a queue: when it ends, the entry behind it, and the op, or for a transfer the
+first use it serves, the buffer it moves and the device it comes from."""
 
 
 class Tables(NamedTuple):
@@ -52,14 +57,16 @@ class Tables(NamedTuple):
     """[N]"""
     seconds: Floats
     """[N * kinds] of each op on each kind of device."""
+    waits_for: Uints
+    """[N] how many uses each op waits for."""
     kind_of: Uints
     """[D]"""
     ops: Records
     """[N + 1] of `OP`."""
     uses: Records
     """[E] of `USE`."""
-    things: Records
-    """Of `THING`."""
+    thing_bytes: Floats
+    """What a transfer of each thing moves; a thing is a tensor or the completion of an op."""
     buffers: Records
     """[B + 1] of `BUFFER`; the last stands for what takes no memory, so that the kernel need not
     ask."""
@@ -93,7 +100,9 @@ class Scratch(NamedTuple):
     """Working memory for one placement at a time."""
 
     state: Records
-    """[N] of `STATE`."""
+    """[N + 1] of `STATE`."""
+    uses: Records
+    """[E] as in the tables."""
     holders: Ints
     """[(B + 1) * D] how many hold each buffer on each device; all 0 after a placement."""
     used: Ints
@@ -107,19 +116,14 @@ class Scratch(NamedTuple):
     head_end: Floats
     """[Q] when the first in each queue ends; infinite for an empty queue."""
     head: Uints
-    """[Q] the first in each queue. A transfer goes by the number of the first use it serves."""
+    """[Q] the first entry of each queue."""
     tail: Uints
     """[Q] the last."""
-    next_op: Uints
-    """[N + 1] the op behind each one in its server's queue."""
-    op_end: Floats
-    """[N + 1]"""
-    next_use: Uints
-    """[E + 1] the transfer behind each one in its channel's queue."""
-    use_end: Floats
-    """[E + 1]"""
-    same_way: Uints
-    """[E] the next use that the same transfer serves, E after the last."""
+    entries: Records
+    """[N + E + 1] of `ENTRY`. Those that are free form a stack, so that the few that a step needs
+    at a time stay in the cache; the last is for writes that shall have no effect."""
+    free: Uints
+    """[1] the top of that stack."""
     latest_use: Uints
     """[D] the last use that made or joined a transfer to each device."""
     latest_thing: Uints
@@ -131,8 +135,11 @@ class Scratch(NamedTuple):
     def of(tables: Tables) -> Scratch:
         ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
         queues = tables.num_queues
+        entries = np.zeros(ops + uses + 1, dtype=ENTRY)
+        entries["next"] = np.arange(1, len(entries) + 1)
         return Scratch(
-            state=np.zeros(ops, dtype=STATE),
+            state=np.zeros(ops + 1, dtype=STATE),
+            uses=tables.uses.copy(),
             holders=np.zeros(len(tables.buffers) * devices, dtype=np.int32),
             used=np.zeros(devices, dtype=np.int64),
             peak=np.zeros(devices, dtype=np.int64),
@@ -141,11 +148,8 @@ class Scratch(NamedTuple):
             head_end=np.zeros(queues),
             head=np.zeros(queues, dtype=UINT),
             tail=np.zeros(queues, dtype=UINT),
-            next_op=np.zeros(ops + 1, dtype=UINT),
-            op_end=np.zeros(ops + 1),
-            next_use=np.zeros(uses + 1, dtype=UINT),
-            use_end=np.zeros(uses + 1),
-            same_way=np.zeros(uses + 1, dtype=UINT),
+            entries=entries,
+            free=np.zeros(1, dtype=UINT),
             latest_use=np.zeros(devices, dtype=UINT),
             latest_thing=np.zeros(devices, dtype=UINT),
             ready=np.zeros(ops + 1, dtype=UINT),
@@ -177,18 +181,22 @@ class Log(NamedTuple):
 
     op_ready: FloatArray
     op_start: FloatArray
+    op_end: FloatArray
     op_server: IndexArray
     op_cause: IntArray
     op_before: IntArray
     sent: Uints
     use_request: FloatArray
     use_start: FloatArray
+    use_end: FloatArray
     change_seconds: FloatArray
     change_device: IndexArray
     change_buffer: IndexArray
     change_bytes: IntArray
     counts: IntArray
     """Transfers in `sent`, changes of memory."""
+    latest_op: IntArray
+    """[S] the last op given to each server, N for none."""
 
     @staticmethod
     def of(tables: Tables) -> Log:
@@ -197,17 +205,20 @@ class Log(NamedTuple):
         return Log(
             op_ready=np.zeros(ops),
             op_start=np.zeros(ops),
+            op_end=np.zeros(ops),
             op_server=np.zeros(ops, dtype=np.int32),
             op_cause=np.zeros(ops, dtype=np.int64),
             op_before=np.zeros(ops, dtype=np.int64),
             sent=np.zeros(uses, dtype=UINT),
             use_request=np.zeros(uses),
             use_start=np.zeros(uses),
+            use_end=np.zeros(uses),
             change_seconds=np.zeros(changes),
             change_device=np.zeros(changes, dtype=np.int32),
             change_buffer=np.zeros(changes, dtype=np.int32),
             change_bytes=np.zeros(changes, dtype=np.int64),
             counts=np.zeros(2, dtype=np.int64),
+            latest_op=np.full(len(tables.server_device), ops, dtype=np.int64),
         )
 
 
@@ -253,16 +264,14 @@ def simulate(
     numba compiles it twice: without a log, and with one for timelines.
     """
     allowed = tables.allowed
-    ops, uses, things = tables.ops, tables.uses, tables.things
+    ops, uses, thing_bytes = tables.ops, scratch.uses, tables.thing_bytes
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
     own, released, sources = tables.own, tables.released, tables.sources
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
-    next_op, op_end = scratch.next_op, scratch.op_end
-    next_use, use_end = scratch.next_use, scratch.use_end
-    same_way, ready = scratch.same_way, scratch.ready
+    entries, ready = scratch.entries, scratch.ready
     latest_use, latest_thing = scratch.latest_use, scratch.latest_thing
     peak_bytes, peak = results.peak_bytes, scratch.peak
     overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
@@ -277,6 +286,8 @@ def simulate(
     num_queues = UINT(tables.num_queues)
     num_kinds = UINT(seconds.size // group_of.size)
     hops = UINT(routes.size // latency.size)
+    no_entry = UINT(entries.size - 1)
+    free = scratch.free[0]
 
     for row in rows:
         runs = True
@@ -286,15 +297,14 @@ def simulate(
             continue
         for op in range(num_ops):
             state[op].device = placements[row, group_of[op]]
-            state[op].waits_for = ops[op].waits_for
+            state[op].waits_for = tables.waits_for[op]
         overflow = _reset_memory(tables, memory)
         # Loops and not slices here and below: slices would double the time to compile.
         for i in range(num_devices):
-            latest_thing[i] = things.size
+            latest_thing[i] = thing_bytes.size
         for i in range(num_queues):
             free_at[i] = 0.0
             head_end[i] = np.inf
-            tail[i] = num_ops if i < num_servers else num_uses
         now = 0.0
         cause = np.int64(-1)
         num_ready = UINT(sources.size)
@@ -315,15 +325,21 @@ def simulate(
                 if log is not None:
                     log.op_ready[op] = now
                     log.op_start[op] = start
+                    log.op_end[op] = end
                     log.op_server[op] = server
                     log.op_cause[op] = cause
-                    log.op_before[op] = tail[server]
+                    log.op_before[op] = log.latest_op[server]
+                    log.latest_op[server] = op
                 free_at[server] = end
-                op_end[op] = end
-                next_op[tail[server]] = op
-                tail[server] = op
-                if head_end[server] == np.inf:
-                    head[server] = op
+                entry = free
+                free = entries[entry].next
+                entries[entry].end = end
+                entries[entry].item = op
+                idle = head_end[server] == np.inf
+                entries[no_entry if idle else tail[server]].next = entry
+                tail[server] = entry
+                if idle:
+                    head[server] = entry
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log)
@@ -349,15 +365,23 @@ def simulate(
                 break
             now = head_end[queue]
             num_ready = UINT(0)
+            entry = head[queue]
+            item = entries[entry].item
+            following = entries[entry].next
+            last = entry == tail[queue]
+            head[queue] = following
+            head_end[queue] = np.inf if last else entries[following].end
 
             if queue < num_servers:  # an op ends
-                op = head[queue]
+                op = item
+                entries[entry].next = free
+                free = entry
                 device = server_device[queue]
                 cause = np.int64(op)
                 for use in range(ops[op].uses, ops[op + 1].uses):
                     user = uses[use].op
                     thing = uses[use].thing
-                    buffer = things[thing].buffer
+                    buffer = uses[use].buffer
                     target = state[user].device
                     if target == device:
                         holders[buffer * num_devices + device] += 1
@@ -366,11 +390,11 @@ def simulate(
                         ready[num_ready] = user
                         num_ready = UINT(num_ready + (waits_for == 0))
                         continue
-                    same_way[use] = num_uses
+                    uses[use].same_way = num_uses
                     before = latest_use[target]
                     latest_use[target] = use
                     if latest_thing[target] == thing:  # it is already on its way there
-                        same_way[before] = use
+                        uses[before].same_way = use
                         holders[buffer * num_devices + target] += 1
                         continue
                     latest_thing[target] = thing
@@ -378,7 +402,7 @@ def simulate(
                     start = now
                     for j in range(hops):
                         start = max(start, free_at[routes[route * hops + j]])
-                    end = start + latency[route] + things[thing].bytes * per_byte[route]
+                    end = start + latency[route] + thing_bytes[thing] * per_byte[route]
                     for j in range(hops):
                         free_at[routes[route * hops + j]] = end
                     if log is not None:
@@ -386,22 +410,26 @@ def simulate(
                         log.counts[0] += 1
                         log.use_request[use] = now
                         log.use_start[use] = start
+                        log.use_end[use] = end
                     channel = routes[route * hops]
-                    head[channel] = use if head_end[channel] == np.inf else head[channel]
+                    entry = free
+                    free = entries[entry].next
+                    entries[entry].end = end
+                    entries[entry].item = use
+                    entries[entry].buffer = buffer
+                    entries[entry].device = device
+                    idle = head_end[channel] == np.inf
+                    entries[no_entry if idle else tail[channel]].next = entry
+                    tail[channel] = entry
+                    head[channel] = entry if idle else head[channel]
                     head_end[channel] = min(end, head_end[channel])
-                    use_end[use] = end
-                    next_use[tail[channel]] = use
-                    tail[channel] = use
                     holders[buffer * num_devices + device] += 1  # until it has arrived
                     overflow |= _hold(memory, buffer, target, num_devices, now, log)
                 for j in range(ops[op].released, ops[op + 1].released):
                     _release(memory, released[j], device, num_devices, now, log)
-                following = next_op[op]
-                last = op == tail[queue]
-                head[queue] = following
-                head_end[queue] = np.inf if last else op_end[following]
                 if not last:
-                    for j in range(ops[following].own, ops[following + 1].own):
+                    op = entries[following].item
+                    for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log)
                 for i in range(1, num_ready):  # by insertion: there is mostly one, or none
                     op = ready[i]
@@ -411,27 +439,24 @@ def simulate(
                         j -= 1
                     ready[j] = op
             else:  # a transfer arrives
-                use = head[queue]
-                cause = np.int64(num_ops) + use
-                following = next_use[use]
-                last = use == tail[queue]
-                head[queue] = following
-                head_end[queue] = np.inf if last else use_end[following]
-                served = use
+                cause = np.int64(num_ops) + item
+                buffer, device = entries[entry].buffer, entries[entry].device
+                entries[entry].next = free
+                free = entry
+                served = item
                 while served != num_uses:
                     user = uses[served].op
                     waits_for = state[user].waits_for - 1
                     state[user].waits_for = waits_for
                     ready[num_ready] = user
                     num_ready = UINT(num_ready + (waits_for == 0))
-                    served = same_way[served]
-                thing = uses[use].thing
-                device = state[things[thing].producer].device
-                _release(memory, things[thing].buffer, device, num_devices, now, log)
+                    served = uses[served].same_way
+                _release(memory, buffer, device, num_devices, now, log)
 
         results.step_seconds[row] = now
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
+    scratch.free[0] = free
 
 
 @compiled
