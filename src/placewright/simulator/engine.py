@@ -262,10 +262,9 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
 
     uses = np.zeros(len(flow.use_op), dtype=USE)
     uses["op"] = flow.use_op
-    first = np.flatnonzero(flow.use_first == np.arange(len(uses)))
-    uses["thing"] = np.searchsorted(first, flow.use_first)
+    uses["first"] = flow.use_first
     uses["buffer"] = use_buffer
-    thing_bytes = np.append(graph.tensor_bytes, 0)[flow.use_tensor[first]]  # 0 for -1
+    use_bytes = np.append(graph.tensor_bytes, 0)[flow.use_tensor].astype(np.float64)  # 0 for -1
 
     buffers = np.zeros(nothing + 1, dtype=BUFFER)
     buffers["home_bytes"][:-1] = flow.home_bytes
@@ -285,7 +284,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         waits_for=waits_for.astype(UINT),
         ops=ops,
         uses=uses,
-        thing_bytes=thing_bytes.astype(np.float64),
+        use_bytes=use_bytes,
         buffers=buffers,
         own=(own % scale).astype(UINT),
         released=(released % scale).astype(UINT),
@@ -322,6 +321,6 @@ def _check_seconds(tables: Tables) -> None:
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
         longest += devices * len(tables.uses) * tables.latency.max()
-        longest += devices * tables.thing_bytes.sum() * tables.per_byte.max()
+        longest += devices * tables.use_bytes.sum() * tables.per_byte.max()
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 
@@ -31,9 +34,9 @@ UINT = np.uint32
 
 OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT)], align=True)
 """Where the op's part of `uses`, `own` and `released` begins and that of the op before ends."""
-USE = np.dtype([("op", UINT), ("thing", UINT), ("buffer", UINT), ("same_way", UINT)], align=True)
-"""An op that waits, for what, and where that lies. `same_way` is working memory: the next use that
-the same transfer serves, E after the last."""
+USE = np.dtype([("op", UINT), ("first", UINT), ("buffer", UINT), ("same_way", UINT)], align=True)
+"""An op that waits, the first use of the thing it waits for, and where that lies. `same_way` is
+working memory: the next use that the same transfer serves, E after the last."""
 BUFFER = np.dtype([("home_bytes", np.int64), ("copy_bytes", np.int64), ("op", UINT)], align=True)
 """`op` decides where home is, and is N where both sizes are equal."""
 STATE = np.dtype([("device", UINT), ("waits_for", UINT)], align=True)
@@ -65,8 +68,8 @@ class Tables(NamedTuple):
     """[N + 1] of `OP`."""
     uses: Records
     """[E] of `USE`."""
-    thing_bytes: Floats
-    """What a transfer of each thing moves; a thing is a tensor or the completion of an op."""
+    use_bytes: Floats
+    """[E] what a transfer moves."""
     buffers: Records
     """[B + 1] of `BUFFER`; the last stands for what takes no memory, so that the kernel need not
     ask."""
@@ -112,7 +115,7 @@ class Scratch(NamedTuple):
     limit: Ints
     """[D] bytes; without limit once a device has run out."""
     free_at: Floats
-    """[Q] when the last in each queue ends."""
+    """[Q] when the last in each queue ends. Here and below, one that stays empty makes Q even."""
     head_end: Floats
     """[Q] when the first in each queue ends; infinite for an empty queue."""
     head: Uints
@@ -126,15 +129,15 @@ class Scratch(NamedTuple):
     """[1] the top of that stack."""
     latest_use: Uints
     """[D] the last use that made or joined a transfer to each device."""
-    latest_thing: Uints
-    """[D] the thing that was last sent to each device."""
+    latest_first: Uints
+    """[D] the first use of the thing that was last sent to each device."""
     ready: Uints
     """[N + 1] ops that the current event made ready."""
 
     @staticmethod
     def of(tables: Tables) -> Scratch:
         ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
-        queues = tables.num_queues
+        queues = tables.num_queues + tables.num_queues % 2
         entries = np.zeros(ops + uses + 1, dtype=ENTRY)
         entries["next"] = np.arange(1, len(entries) + 1)
         return Scratch(
@@ -151,7 +154,7 @@ class Scratch(NamedTuple):
             entries=entries,
             free=np.zeros(1, dtype=UINT),
             latest_use=np.zeros(devices, dtype=UINT),
-            latest_thing=np.zeros(devices, dtype=UINT),
+            latest_first=np.zeros(devices, dtype=UINT),
             ready=np.zeros(ops + 1, dtype=UINT),
         )
 
@@ -235,7 +238,28 @@ def compiled(function: _Function) -> _Function:
         return cast(_Function, numba.njit(nogil=True)(function))
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(context: Any, array: Any, index: Any) -> Any:
+    """Asks for an item of an array to be brought into the cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type, index_type = signature.args
+        data = context.make_array(array_type)(context, builder, arguments[0]).data
+        position = context.cast(builder, arguments[1], index_type, types.uint64)
+        item = builder.gep(data, [position])
+        byte = ir.IntType(8).as_pointer()
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # For reading, to be kept in all caches, data and not instructions.
+        builder.call(function, [builder.bitcast(item, byte), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
 _NO_LIMIT = np.int64(2**63 - 1)
+_AHEAD = UINT(256)
 _INFINITY_BITS = np.array([np.inf]).view(np.int64)[0]
 
 
@@ -264,7 +288,7 @@ def simulate(
     numba compiles it twice: without a log, and with one for timelines.
     """
     allowed = tables.allowed
-    ops, uses, thing_bytes = tables.ops, scratch.uses, tables.thing_bytes
+    ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
     own, released, sources = tables.own, tables.released, tables.sources
     first_server, server_device = tables.first_server, tables.server_device
@@ -272,10 +296,11 @@ def simulate(
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
     entries, ready = scratch.entries, scratch.ready
-    latest_use, latest_thing = scratch.latest_use, scratch.latest_thing
+    latest_use, latest_first = scratch.latest_use, scratch.latest_first
     peak_bytes, peak = results.peak_bytes, scratch.peak
     overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
-    memory = _Memory(tables.buffers, state, holders, scratch.used, peak, limit)
+    buffers = tables.buffers
+    memory = _Memory(buffers, state, holders, scratch.used, peak, limit)
     # Times are never negative, so they compare like their bits, and integers compare faster.
     head_bits = head_end.view(np.int64)
 
@@ -283,7 +308,7 @@ def simulate(
     num_uses = UINT(uses.size)
     num_devices = UINT(limit.size)
     num_servers = UINT(server_device.size)
-    num_queues = UINT(tables.num_queues)
+    num_queues = UINT(head_end.size)
     num_kinds = UINT(seconds.size // group_of.size)
     hops = UINT(routes.size // latency.size)
     no_entry = UINT(entries.size - 1)
@@ -301,7 +326,7 @@ def simulate(
         overflow = _reset_memory(tables, memory)
         # Loops and not slices here and below: slices would double the time to compile.
         for i in range(num_devices):
-            latest_thing[i] = thing_bytes.size
+            latest_first[i] = num_uses
         for i in range(num_queues):
             free_at[i] = 0.0
             head_end[i] = np.inf
@@ -343,6 +368,9 @@ def simulate(
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log)
+                _prefetch(uses, ops[op].uses)
+                _prefetch(use_bytes, ops[op].uses)
+                _prefetch(released, ops[op].released)
 
             # All that an event frees on a device is freed before it allocates anything there, so
             # looking after the event misses nothing.
@@ -354,13 +382,17 @@ def simulate(
                     limit[i] = _NO_LIMIT
                 overflow = False
 
+            # In pairs, as the processor can compare those side by side.
             queue = UINT(0)
-            least = head_bits[0]
-            for other in range(1, num_queues):
-                bits = head_bits[other]
+            least = _INFINITY_BITS
+            for i in range(0, num_queues, 2):
+                bits, other = head_bits[i], UINT(i)
+                less = head_bits[i + 1] < bits
+                bits = head_bits[i + 1] if less else bits
+                other = UINT(i + 1) if less else other
                 less = bits < least
                 least = bits if less else least
-                queue = UINT(other) if less else queue
+                queue = other if less else queue
             if least == _INFINITY_BITS:
                 break
             now = head_end[queue]
@@ -377,10 +409,18 @@ def simulate(
                 entries[entry].next = free
                 free = entry
                 device = server_device[queue]
+                _prefetch(ops, op + 2 * _AHEAD)
+                _prefetch(state, op + 2 * _AHEAD)
+                _prefetch(seconds, (op + 2 * _AHEAD) * num_kinds)
+                # Buffers are numbered by who makes them, so that `own` mostly counts up.
+                near = ops[min(op + _AHEAD, num_ops)].own
+                _prefetch(own, near)
+                _prefetch(buffers, near)
+                _prefetch(holders, near * num_devices)
                 cause = np.int64(op)
                 for use in range(ops[op].uses, ops[op + 1].uses):
                     user = uses[use].op
-                    thing = uses[use].thing
+                    first = uses[use].first
                     buffer = uses[use].buffer
                     target = state[user].device
                     if target == device:
@@ -393,16 +433,16 @@ def simulate(
                     uses[use].same_way = num_uses
                     before = latest_use[target]
                     latest_use[target] = use
-                    if latest_thing[target] == thing:  # it is already on its way there
+                    if latest_first[target] == first:  # it is already on its way there
                         uses[before].same_way = use
                         holders[buffer * num_devices + target] += 1
                         continue
-                    latest_thing[target] = thing
+                    latest_first[target] = first
                     route = device * num_devices + target
                     start = now
                     for j in range(hops):
                         start = max(start, free_at[routes[route * hops + j]])
-                    end = start + latency[route] + thing_bytes[thing] * per_byte[route]
+                    end = start + latency[route] + use_bytes[use] * per_byte[route]
                     for j in range(hops):
                         free_at[routes[route * hops + j]] = end
                     if log is not None:
