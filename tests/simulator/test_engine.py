@@ -207,6 +207,10 @@ def test_runs_out_of_memory_leave_no_trace_in_the_next() -> None:
     assert same(simulator.run(rows), first)
     (scratch,) = simulator._scratches
     assert not scratch.holders[: -problem.num_devices].any()
+    free = [int(scratch.free[0])]
+    while free[-1] < len(scratch.entries) - 1:
+        free.append(int(scratch.entries["next"][free[-1]]))
+    assert sorted(free) == list(range(len(scratch.entries)))  # each queue gave back all it took
 
 
 def test_pickles() -> None:

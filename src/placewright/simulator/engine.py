@@ -23,7 +23,6 @@ from placewright.simulator.flow import Flow
 from placewright.simulator.kernel import (
     BUFFER,
     OP,
-    THING,
     UINT,
     USE,
     Log,
@@ -132,14 +131,14 @@ class Simulator:
             peak_bytes=results.peak_bytes[0],
             op_ready=log.op_ready,
             op_start=log.op_start,
-            op_end=scratch.op_end[:-1].copy(),
+            op_end=log.op_end,
             op_server=log.op_server,
             op_cause=log.op_cause,
             op_before=log.op_before,
             transfer_use=log.sent[:sent].astype(np.int64),
             transfer_request=log.use_request[log.sent[:sent]],
             transfer_start=log.use_start[log.sent[:sent]],
-            transfer_end=scratch.use_end[log.sent[:sent]],
+            transfer_end=log.use_end[log.sent[:sent]],
             change_seconds=log.change_seconds[:changes],
             change_device=log.change_device[:changes],
             change_buffer=log.change_buffer[:changes],
@@ -260,21 +259,19 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
     ops["uses"] = np.searchsorted(flow.use_producer, edges)
     ops["own"] = np.searchsorted(own // scale, edges)
     ops["released"] = np.searchsorted(released // scale, edges)
-    ops["waits_for"][:-1] = waits_for
 
     uses = np.zeros(len(flow.use_op), dtype=USE)
     uses["op"] = flow.use_op
-    first = np.flatnonzero(flow.use_first == np.arange(len(uses)))
-    uses["thing"] = np.searchsorted(first, flow.use_first)
-    things = np.zeros(len(first), dtype=THING)
-    things["buffer"] = use_buffer[first]
-    things["producer"] = flow.use_producer[first]
-    things["bytes"] = np.append(graph.tensor_bytes, 0)[flow.use_tensor[first]]  # 0 for -1
+    uses["first"] = flow.use_first
+    uses["buffer"] = use_buffer
+    use_bytes = np.append(graph.tensor_bytes, 0)[flow.use_tensor].astype(np.float64)  # 0 for -1
 
     buffers = np.zeros(nothing + 1, dtype=BUFFER)
     buffers["home_bytes"][:-1] = flow.home_bytes
     buffers["copy_bytes"][:-1] = flow.copy_bytes
-    buffers["op"][:-1] = flow.buffer_op
+    buffers["op"] = graph.num_ops
+    differs = np.flatnonzero(flow.home_bytes != flow.copy_bytes)
+    buffers["op"][differs] = flow.buffer_op[differs]
 
     slots = [device.kind.slots for device in cluster.devices]
     owners = np.flatnonzero(graph.resident_bytes)
@@ -284,9 +281,10 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         group_of=problem.grouping.group_of.astype(UINT),
         seconds=problem.costs.op_seconds.T.flatten(),
         kind_of=cluster.kind_of_device.astype(UINT),
+        waits_for=waits_for.astype(UINT),
         ops=ops,
         uses=uses,
-        things=things,
+        use_bytes=use_bytes,
         buffers=buffers,
         own=(own % scale).astype(UINT),
         released=(released % scale).astype(UINT),
@@ -323,6 +321,6 @@ def _check_seconds(tables: Tables) -> None:
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
         longest += devices * len(tables.uses) * tables.latency.max()
-        longest += devices * tables.things["bytes"].sum() * tables.per_byte.max()
+        longest += devices * tables.use_bytes.sum() * tables.per_byte.max()
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numba.extending import intrinsic
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 
@@ -29,15 +32,20 @@ Floats: TypeAlias = Any
 
 UINT = np.uint32
 
-OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT), ("waits_for", UINT)], align=True)
-"""Where the op's part of `uses`, `own` and `released` begins and that of the op before ends; how
-many uses it waits for."""
-USE = np.dtype([("op", UINT), ("thing", UINT)], align=True)
-"""An op that waits, and for what."""
-THING = np.dtype([("buffer", UINT), ("producer", UINT), ("bytes", np.float64)], align=True)
-"""A tensor or the completion of an op: where it lies, who makes it, what a transfer moves."""
+OP = np.dtype([("uses", UINT), ("own", UINT), ("released", UINT)], align=True)
+"""Where the op's part of `uses`, `own` and `released` begins and that of the op before ends."""
+USE = np.dtype([("op", UINT), ("first", UINT), ("buffer", UINT), ("same_way", UINT)], align=True)
+"""An op that waits, the first use of the thing it waits for, and where that lies. `same_way` is
+working memory: the next use that the same transfer serves, E after the last."""
 BUFFER = np.dtype([("home_bytes", np.int64), ("copy_bytes", np.int64), ("op", UINT)], align=True)
+"""`op` decides where home is, and is N where both sizes are equal."""
 STATE = np.dtype([("device", UINT), ("waits_for", UINT)], align=True)
+ENTRY = np.dtype(
+    [("end", np.float64), ("next", UINT), ("item", UINT), ("buffer", UINT), ("device", UINT)],
+    align=True,
+)
+"""What stands in a queue: when it ends, the entry behind it, and the op, or for a transfer the
+first use it serves, the buffer it moves and the device it comes from."""
 
 
 class Tables(NamedTuple):
@@ -52,14 +60,16 @@ class Tables(NamedTuple):
     """[N]"""
     seconds: Floats
     """[N * kinds] of each op on each kind of device."""
+    waits_for: Uints
+    """[N] how many uses each op waits for."""
     kind_of: Uints
     """[D]"""
     ops: Records
     """[N + 1] of `OP`."""
     uses: Records
     """[E] of `USE`."""
-    things: Records
-    """Of `THING`."""
+    use_bytes: Floats
+    """[E] what a transfer moves."""
     buffers: Records
     """[B + 1] of `BUFFER`; the last stands for what takes no memory, so that the kernel need not
     ask."""
@@ -93,7 +103,9 @@ class Scratch(NamedTuple):
     """Working memory for one placement at a time."""
 
     state: Records
-    """[N] of `STATE`."""
+    """[N + 1] of `STATE`."""
+    uses: Records
+    """[E] as in the tables."""
     holders: Ints
     """[(B + 1) * D] how many hold each buffer on each device; all 0 after a placement."""
     used: Ints
@@ -103,36 +115,34 @@ class Scratch(NamedTuple):
     limit: Ints
     """[D] bytes; without limit once a device has run out."""
     free_at: Floats
-    """[Q] when the last in each queue ends."""
+    """[Q] when the last in each queue ends. Here and below, one that stays empty makes Q even."""
     head_end: Floats
     """[Q] when the first in each queue ends; infinite for an empty queue."""
     head: Uints
-    """[Q] the first in each queue. A transfer goes by the number of the first use it serves."""
+    """[Q] the first entry of each queue."""
     tail: Uints
     """[Q] the last."""
-    next_op: Uints
-    """[N + 1] the op behind each one in its server's queue."""
-    op_end: Floats
-    """[N + 1]"""
-    next_use: Uints
-    """[E + 1] the transfer behind each one in its channel's queue."""
-    use_end: Floats
-    """[E + 1]"""
-    same_way: Uints
-    """[E] the next use that the same transfer serves, E after the last."""
+    entries: Records
+    """[N + E + 1] of `ENTRY`. Those that are free form a stack, so that the few that a step needs
+    at a time stay in the cache; the last is for writes that shall have no effect."""
+    free: Uints
+    """[1] the top of that stack."""
     latest_use: Uints
     """[D] the last use that made or joined a transfer to each device."""
-    latest_thing: Uints
-    """[D] the thing that was last sent to each device."""
+    latest_first: Uints
+    """[D] the first use of the thing that was last sent to each device."""
     ready: Uints
     """[N + 1] ops that the current event made ready."""
 
     @staticmethod
     def of(tables: Tables) -> Scratch:
         ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
-        queues = tables.num_queues
+        queues = tables.num_queues + tables.num_queues % 2
+        entries = np.zeros(ops + uses + 1, dtype=ENTRY)
+        entries["next"] = np.arange(1, len(entries) + 1)
         return Scratch(
-            state=np.zeros(ops, dtype=STATE),
+            state=np.zeros(ops + 1, dtype=STATE),
+            uses=tables.uses.copy(),
             holders=np.zeros(len(tables.buffers) * devices, dtype=np.int32),
             used=np.zeros(devices, dtype=np.int64),
             peak=np.zeros(devices, dtype=np.int64),
@@ -141,13 +151,10 @@ class Scratch(NamedTuple):
             head_end=np.zeros(queues),
             head=np.zeros(queues, dtype=UINT),
             tail=np.zeros(queues, dtype=UINT),
-            next_op=np.zeros(ops + 1, dtype=UINT),
-            op_end=np.zeros(ops + 1),
-            next_use=np.zeros(uses + 1, dtype=UINT),
-            use_end=np.zeros(uses + 1),
-            same_way=np.zeros(uses + 1, dtype=UINT),
+            entries=entries,
+            free=np.zeros(1, dtype=UINT),
             latest_use=np.zeros(devices, dtype=UINT),
-            latest_thing=np.zeros(devices, dtype=UINT),
+            latest_first=np.zeros(devices, dtype=UINT),
             ready=np.zeros(ops + 1, dtype=UINT),
         )
 
@@ -177,18 +184,22 @@ class Log(NamedTuple):
 
     op_ready: FloatArray
     op_start: FloatArray
+    op_end: FloatArray
     op_server: IndexArray
     op_cause: IntArray
     op_before: IntArray
     sent: Uints
     use_request: FloatArray
     use_start: FloatArray
+    use_end: FloatArray
     change_seconds: FloatArray
     change_device: IndexArray
     change_buffer: IndexArray
     change_bytes: IntArray
     counts: IntArray
     """Transfers in `sent`, changes of memory."""
+    latest_op: IntArray
+    """[S] the last op given to each server, N for none."""
 
     @staticmethod
     def of(tables: Tables) -> Log:
@@ -197,17 +208,20 @@ class Log(NamedTuple):
         return Log(
             op_ready=np.zeros(ops),
             op_start=np.zeros(ops),
+            op_end=np.zeros(ops),
             op_server=np.zeros(ops, dtype=np.int32),
             op_cause=np.zeros(ops, dtype=np.int64),
             op_before=np.zeros(ops, dtype=np.int64),
             sent=np.zeros(uses, dtype=UINT),
             use_request=np.zeros(uses),
             use_start=np.zeros(uses),
+            use_end=np.zeros(uses),
             change_seconds=np.zeros(changes),
             change_device=np.zeros(changes, dtype=np.int32),
             change_buffer=np.zeros(changes, dtype=np.int32),
             change_bytes=np.zeros(changes, dtype=np.int64),
             counts=np.zeros(2, dtype=np.int64),
+            latest_op=np.full(len(tables.server_device), ops, dtype=np.int64),
         )
 
 
@@ -224,7 +238,30 @@ def compiled(function: _Function) -> _Function:
         return cast(_Function, numba.njit(nogil=True)(function))
 
 
+def _prefetching(context: Any, array: Any, index: Any) -> Any:
+    """Asks for an item of an array to be brought into the cache; it need not exist."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array_type, index_type = signature.args
+        data = context.make_array(array_type)(context, builder, arguments[0]).data
+        position = context.cast(builder, arguments[1], index_type, types.uint64)
+        item = builder.gep(data, [position])
+        byte = ir.IntType(8).as_pointer()
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # For reading, to be kept in all caches, data and not instructions.
+        builder.call(function, [builder.bitcast(item, byte), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+_prefetch: Any = intrinsic(_prefetching)
+
 _NO_LIMIT = np.int64(2**63 - 1)
+_AHEAD = UINT(1024)
+"""How far ahead of an op that ends others are fetched, in ops: the best of 64 to 1,024 by trial."""
 _INFINITY_BITS = np.array([np.inf]).view(np.int64)[0]
 
 
@@ -253,20 +290,19 @@ def simulate(
     numba compiles it twice: without a log, and with one for timelines.
     """
     allowed = tables.allowed
-    ops, uses, things = tables.ops, tables.uses, tables.things
+    ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
     own, released, sources = tables.own, tables.released, tables.sources
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
-    next_op, op_end = scratch.next_op, scratch.op_end
-    next_use, use_end = scratch.next_use, scratch.use_end
-    same_way, ready = scratch.same_way, scratch.ready
-    latest_use, latest_thing = scratch.latest_use, scratch.latest_thing
+    entries, ready = scratch.entries, scratch.ready
+    latest_use, latest_first = scratch.latest_use, scratch.latest_first
     peak_bytes, peak = results.peak_bytes, scratch.peak
     overflow_buffers, overflow_bytes = results.overflow_buffers, results.overflow_bytes
-    memory = _Memory(tables.buffers, state, holders, scratch.used, peak, limit)
+    buffers = tables.buffers
+    memory = _Memory(buffers, state, holders, scratch.used, peak, limit)
     # Times are never negative, so they compare like their bits, and integers compare faster.
     head_bits = head_end.view(np.int64)
 
@@ -274,9 +310,11 @@ def simulate(
     num_uses = UINT(uses.size)
     num_devices = UINT(limit.size)
     num_servers = UINT(server_device.size)
-    num_queues = UINT(tables.num_queues)
+    num_queues = UINT(head_end.size)
     num_kinds = UINT(seconds.size // group_of.size)
     hops = UINT(routes.size // latency.size)
+    no_entry = UINT(entries.size - 1)
+    free = scratch.free[0]
 
     for row in rows:
         runs = True
@@ -286,15 +324,14 @@ def simulate(
             continue
         for op in range(num_ops):
             state[op].device = placements[row, group_of[op]]
-            state[op].waits_for = ops[op].waits_for
+            state[op].waits_for = tables.waits_for[op]
         overflow = _reset_memory(tables, memory)
         # Loops and not slices here and below: slices would double the time to compile.
         for i in range(num_devices):
-            latest_thing[i] = things.size
+            latest_first[i] = num_uses
         for i in range(num_queues):
             free_at[i] = 0.0
             head_end[i] = np.inf
-            tail[i] = num_ops if i < num_servers else num_uses
         now = 0.0
         cause = np.int64(-1)
         num_ready = UINT(sources.size)
@@ -315,18 +352,28 @@ def simulate(
                 if log is not None:
                     log.op_ready[op] = now
                     log.op_start[op] = start
+                    log.op_end[op] = end
                     log.op_server[op] = server
                     log.op_cause[op] = cause
-                    log.op_before[op] = tail[server]
+                    log.op_before[op] = log.latest_op[server]
+                    log.latest_op[server] = op
                 free_at[server] = end
-                op_end[op] = end
-                next_op[tail[server]] = op
-                tail[server] = op
-                if head_end[server] == np.inf:
-                    head[server] = op
+                entry = free
+                free = entries[entry].next
+                entries[entry].end = end
+                entries[entry].item = op
+                idle = head_end[server] == np.inf
+                entries[no_entry if idle else tail[server]].next = entry
+                tail[server] = entry
+                if idle:
+                    head[server] = entry
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log)
+                # For when it ends.
+                _prefetch(uses, ops[op].uses)
+                _prefetch(use_bytes, ops[op].uses)
+                _prefetch(released, ops[op].released)
 
             # All that an event frees on a device is freed before it allocates anything there, so
             # looking after the event misses nothing.
@@ -338,26 +385,48 @@ def simulate(
                     limit[i] = _NO_LIMIT
                 overflow = False
 
+            # In pairs, as the processor can compare those side by side.
             queue = UINT(0)
-            least = head_bits[0]
-            for other in range(1, num_queues):
-                bits = head_bits[other]
+            least = _INFINITY_BITS
+            for i in range(0, num_queues, 2):
+                less = head_bits[i + 1] < head_bits[i]
+                bits = head_bits[i + 1] if less else head_bits[i]
+                earlier = UINT(i + 1) if less else UINT(i)
                 less = bits < least
                 least = bits if less else least
-                queue = UINT(other) if less else queue
+                queue = earlier if less else queue
             if least == _INFINITY_BITS:
                 break
             now = head_end[queue]
             num_ready = UINT(0)
+            entry = head[queue]
+            item = entries[entry].item
+            following = entries[entry].next
+            last = entry == tail[queue]
+            head[queue] = following
+            head_end[queue] = np.inf if last else entries[following].end
 
             if queue < num_servers:  # an op ends
-                op = head[queue]
+                op = item
+                entries[entry].next = free
+                free = entry
                 device = server_device[queue]
+                # Ops come up in about the order of their numbers, but not near enough for the
+                # processor to see it. Waiting for memory took a quarter of the time of large
+                # graphs. An op's state is needed first, by those whose outputs it takes.
+                _prefetch(state, op + 4 * _AHEAD)
+                _prefetch(ops, op + 2 * _AHEAD)
+                _prefetch(seconds, (op + 2 * _AHEAD) * num_kinds)
+                # Buffers are numbered by who makes them, so that `own` mostly counts up.
+                near = ops[min(op + _AHEAD, num_ops)].own
+                _prefetch(own, near)
+                _prefetch(buffers, near)
+                _prefetch(holders, near * num_devices)
                 cause = np.int64(op)
                 for use in range(ops[op].uses, ops[op + 1].uses):
                     user = uses[use].op
-                    thing = uses[use].thing
-                    buffer = things[thing].buffer
+                    first = uses[use].first
+                    buffer = uses[use].buffer
                     target = state[user].device
                     if target == device:
                         holders[buffer * num_devices + device] += 1
@@ -366,19 +435,19 @@ def simulate(
                         ready[num_ready] = user
                         num_ready = UINT(num_ready + (waits_for == 0))
                         continue
-                    same_way[use] = num_uses
+                    uses[use].same_way = num_uses
                     before = latest_use[target]
                     latest_use[target] = use
-                    if latest_thing[target] == thing:  # it is already on its way there
-                        same_way[before] = use
+                    if latest_first[target] == first:  # it is already on its way there
+                        uses[before].same_way = use
                         holders[buffer * num_devices + target] += 1
                         continue
-                    latest_thing[target] = thing
+                    latest_first[target] = first
                     route = device * num_devices + target
                     start = now
                     for j in range(hops):
                         start = max(start, free_at[routes[route * hops + j]])
-                    end = start + latency[route] + things[thing].bytes * per_byte[route]
+                    end = start + latency[route] + use_bytes[use] * per_byte[route]
                     for j in range(hops):
                         free_at[routes[route * hops + j]] = end
                     if log is not None:
@@ -386,22 +455,26 @@ def simulate(
                         log.counts[0] += 1
                         log.use_request[use] = now
                         log.use_start[use] = start
+                        log.use_end[use] = end
                     channel = routes[route * hops]
-                    head[channel] = use if head_end[channel] == np.inf else head[channel]
+                    entry = free
+                    free = entries[entry].next
+                    entries[entry].end = end
+                    entries[entry].item = use
+                    entries[entry].buffer = buffer
+                    entries[entry].device = device
+                    idle = head_end[channel] == np.inf
+                    entries[no_entry if idle else tail[channel]].next = entry
+                    tail[channel] = entry
+                    head[channel] = entry if idle else head[channel]
                     head_end[channel] = min(end, head_end[channel])
-                    use_end[use] = end
-                    next_use[tail[channel]] = use
-                    tail[channel] = use
                     holders[buffer * num_devices + device] += 1  # until it has arrived
                     overflow |= _hold(memory, buffer, target, num_devices, now, log)
                 for j in range(ops[op].released, ops[op + 1].released):
                     _release(memory, released[j], device, num_devices, now, log)
-                following = next_op[op]
-                last = op == tail[queue]
-                head[queue] = following
-                head_end[queue] = np.inf if last else op_end[following]
                 if not last:
-                    for j in range(ops[following].own, ops[following + 1].own):
+                    op = entries[following].item
+                    for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log)
                 for i in range(1, num_ready):  # by insertion: there is mostly one, or none
                     op = ready[i]
@@ -411,27 +484,24 @@ def simulate(
                         j -= 1
                     ready[j] = op
             else:  # a transfer arrives
-                use = head[queue]
-                cause = np.int64(num_ops) + use
-                following = next_use[use]
-                last = use == tail[queue]
-                head[queue] = following
-                head_end[queue] = np.inf if last else use_end[following]
-                served = use
+                cause = np.int64(num_ops) + item
+                buffer, device = entries[entry].buffer, entries[entry].device
+                entries[entry].next = free
+                free = entry
+                served = item
                 while served != num_uses:
                     user = uses[served].op
                     waits_for = state[user].waits_for - 1
                     state[user].waits_for = waits_for
                     ready[num_ready] = user
                     num_ready = UINT(num_ready + (waits_for == 0))
-                    served = same_way[served]
-                thing = uses[use].thing
-                device = state[things[thing].producer].device
-                _release(memory, things[thing].buffer, device, num_devices, now, log)
+                    served = uses[served].same_way
+                _release(memory, buffer, device, num_devices, now, log)
 
         results.step_seconds[row] = now
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
+    scratch.free[0] = free
 
 
 @compiled
