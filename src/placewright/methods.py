@@ -96,8 +96,7 @@ take seconds are not among them."""
 
 
 def _learned(settings: Settings) -> Placer:
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("safetensors") is None:
-        raise MissingExtraError(f"method {settings.name!r}", "learning")
+    check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
     from placewright.learning.config import PRESETS, configured
     from placewright.learning.learner import Learner
@@ -113,10 +112,19 @@ def _learned(settings: Settings) -> Placer:
         name=settings.name,
         seed=settings.seed,
         policy=None if settings.policy is None else Policy.load(settings.policy),
-        teachers=[
-            METHODS[name].make(replace(settings, name=name)) for name in installed(TEACHERS)[0]
-        ],
+        teachers=teachers(settings.problem, seed=settings.seed),
     )
+
+
+def check_learning(what: str) -> None:
+    """Raises, with the install command, when the packages of the learned methods are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "safetensors")):
+        raise MissingExtraError(what, "learning")
+
+
+def teachers(problem: Problem, *, seed: int = 0) -> list[Placer]:
+    """Placers whose placements are worth imitating."""
+    return make(installed(TEACHERS)[0], problem, seed=seed)
 
 
 METHODS: dict[str, Method] = {

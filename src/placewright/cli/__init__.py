@@ -11,7 +11,7 @@ import typer
 from rich.logging import RichHandler
 
 from placewright._version import VERSION
-from placewright.cli import inspect, place, simulate
+from placewright.cli import inspect, place, simulate, train
 from placewright.cli.common import errors
 from placewright.errors import PlacewrightError
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 inspect.add_to(app)
 simulate.add_to(app)
 place.add_to(app)
+train.add_to(app)
 
 
 # Newer versions of typer carry a click of their own, older ones use the package; this is the class

@@ -116,7 +116,7 @@ def place(
         graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
         together=together, costs=costs,
     )  # fmt: skip
-    with _stop_on_interrupt() as stopped, _progress(limits) as observe:
+    with stop_on_interrupt() as stopped, _progress(limits) as observe:
         result = api.run(
             problem, chosen, limits, seed=seed, directory=directory, observe=observe,
             stop=lambda: bool(stopped), learner=learner or (), policy=policy,
@@ -190,7 +190,7 @@ def compare(
     table: list[dict[str, Any]] = []
     bound = 0.0
     single = None
-    with _stop_on_interrupt() as stopped:
+    with stop_on_interrupt() as stopped:
         for name, chosen in runs:
             if stopped:
                 break
@@ -265,7 +265,7 @@ def _output_directory(output: str | None, resume: str | None, model: str, cluste
 
 
 @contextmanager
-def _stop_on_interrupt() -> Iterator[list[int]]:
+def stop_on_interrupt() -> Iterator[list[int]]:
     """A list that is empty until Ctrl-C or SIGTERM; the second Ctrl-C is the usual one."""
     signals: list[int] = []
 

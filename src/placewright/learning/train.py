@@ -1,0 +1,113 @@
+"""Training one policy on several graphs and clusters, to start from on others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from placewright.errors import LearningError
+from placewright.evaluators.base import Evaluator
+from placewright.learning.config import LearnerConfig
+from placewright.learning.features import vocabulary
+from placewright.learning.learner import Learner, Updater
+from placewright.learning.policy import Policy
+from placewright.measurement import Trial
+from placewright.placers.base import Placer
+from placewright.search import Budget, better
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """One problem to learn from."""
+
+    evaluator: Evaluator
+    teachers: Sequence[Placer] = ()
+    """Placers whose proposals are imitated first."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """Where a training stands; given to the observer after every round."""
+
+    rounds: int = 0
+    trials: int = 0
+    seconds: float = 0.0
+    best: list[Trial | None]
+    """Of each lesson."""
+    metrics: list[dict[str, float]]
+    """The last update of each lesson."""
+
+
+def train(
+    lessons: Sequence[Lesson],
+    config: LearnerConfig,
+    budget: Budget,
+    *,
+    seed: int = 0,
+    policy: Policy | None = None,
+    observe: Callable[[Training], None] = lambda training: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Policy:
+    """One policy that has learned from all lessons, an update of each in turn.
+
+    Advantages, elites and baselines are each lesson's own, so that a graph with long steps counts
+    no more than one with short ones. `policy` is one to go on training.
+    """
+    if config.policy.adjacency != "neighbours":
+        raise LearningError(
+            "a policy for several graphs needs policy.adjacency=neighbours: a list of neighbours "
+            "is tied to the size of one graph"
+        )
+    problems = [lesson.evaluator.problem for lesson in lessons]
+    if policy is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            policy = Policy(config.policy, vocabulary(problems))
+    if torch.cuda.is_available():
+        policy = policy.cuda()
+    updater = Updater(policy, config)
+    learners = [
+        Learner(
+            lesson.evaluator.problem, config, name=f"lesson {number}", seed=seed + number,
+            updater=updater, teachers=lesson.teachers,
+        )
+        for number, lesson in enumerate(lessons)
+    ]  # fmt: skip
+    training = Training(best=[None] * len(lessons), metrics=[{} for _ in lessons])
+    started = time.monotonic()
+
+    def finished() -> bool:
+        training.seconds = time.monotonic() - started
+        out_of_time = budget.seconds is not None and training.seconds >= budget.seconds
+        return stop() or out_of_time or training.trials >= (budget.trials or float("inf"))
+
+    while not finished():
+        for number, (lesson, learner) in enumerate(zip(lessons, learners, strict=True)):
+            _one_update(lesson, learner, number, training, finished)
+        training.rounds += 1
+        observe(training)
+    return policy
+
+
+def _one_update(
+    lesson: Lesson, learner: Learner, number: int, training: Training, finished: Callable[[], bool]
+) -> None:
+    before = learner.updates
+    while learner.updates == before and not finished():
+        asked = learner.ask(64)
+        if not asked:
+            return
+        measurements = lesson.evaluator.evaluate(asked)
+        trials = [
+            Trial(placement=placement, measurement=measurement, placer=learner.name)
+            for placement, measurement in zip(asked, measurements, strict=True)
+        ]
+        learner.tell(trials)
+        training.trials += len(trials)
+        for trial in trials:
+            training.best[number] = better(training.best[number], trial)
+    for metrics in learner.take_metrics():
+        training.metrics[number] = metrics

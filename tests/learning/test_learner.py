@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from placewright import methods
+from placewright.errors import LearningError
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.journal import Journal
+from placewright.learning.config import PPO, REINFORCE, LearnerConfig, configured
+from placewright.learning.learner import Learner
+from placewright.learning.policy import Policy, PolicyConfig
+from placewright.measurement import Measurement, Outcome, Trial
+from placewright.placers.random_placement import RandomPlacement
+from placewright.problem import Problem
+from placewright.search import Budget, search
+from placewright.testing import check_placer, random_problem, tiny_problems
+
+SMALL = configured(PPO, ["policy.hidden=16", "samples=8", "warm_start=0", "polish=0"])
+PAPER = configured(REINFORCE, ["policy.hidden=16", "samples=8"])
+
+
+def _learner(problem: Problem, config: LearnerConfig, seed: int = 0) -> Learner:
+    return Learner(problem, config, name="learner", seed=seed)
+
+
+def _answer(learner: Learner, seconds: Sequence[float | None]) -> None:
+    """Answers what is asked for with these step times; None for a failure."""
+    asked = learner.ask(len(seconds))
+    assert len(asked) == len(seconds)
+    learner.tell(
+        [
+            Trial(
+                placement=placement,
+                measurement=Measurement(outcome=Outcome.FAILED, reason="test")
+                if time is None
+                else Measurement(outcome=Outcome.OK, step_seconds=(time,)),
+                placer="learner",
+            )
+            for placement, time in zip(asked, seconds, strict=True)
+        ]
+    )
+
+
+def _weights(learner: Learner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in learner.policy.parameters()])
+
+
+@pytest.mark.parametrize("config", [SMALL, PAPER, replace(SMALL, polish=16, warm_start=3)])
+@pytest.mark.parametrize("tiny", tiny_problems(), ids=lambda tiny: tiny.name)
+def test_contract(config: LearnerConfig, tiny: object) -> None:
+    problem: Problem = tiny.problem  # type: ignore[attr-defined]
+    check_placer(lambda p, seed: _learner(p, config, seed), problem, count=8)
+
+
+@pytest.mark.parametrize("config", [SMALL, PAPER])
+def test_it_learns_more_than_random_finds(config: LearnerConfig) -> None:
+    """At the same number of trials, on a problem too large to find the best by luck."""
+    problem = random_problem(11, max_ops=60, max_groups=30)
+    evaluator = SimulatedEvaluator(problem)
+    budget = Budget(trials=600)
+    learner = _learner(problem, config)
+    learned = search([learner], evaluator, budget).best
+    random = search([RandomPlacement(problem, seed=0)], evaluator, budget).best
+    assert learned is not None
+    assert random is not None
+    assert learned.measurement.mean_seconds < random.measurement.mean_seconds
+
+
+@pytest.mark.parametrize("tiny", tiny_problems(), ids=lambda tiny: tiny.name)
+def test_ppo_finds_the_optimum_of_tiny_problems(tiny: object) -> None:
+    problem, best_seconds = tiny.problem, tiny.best_seconds  # type: ignore[attr-defined]
+    learner = _learner(problem, replace(SMALL, policy=PolicyConfig(hidden=16)))
+    best = search([learner], SimulatedEvaluator(problem), Budget(trials=300)).best
+    assert best is not None
+    assert best.measurement.mean_seconds == pytest.approx(best_seconds)
+
+
+def test_the_baseline_starts_at_the_failing_signal_and_follows_the_rewards() -> None:
+    learner = _learner(random_problem(1), replace(PAPER, failing_seconds=100.0))
+    _answer(learner, [4.0] * 4 + [None] * 4)
+    (metrics,) = learner.take_metrics()
+    mean = -(4 * 2.0 + 4 * 10.0) / 8  # minus the square roots of 4 s and of the failing 100 s
+    assert metrics["reward_mean"] == pytest.approx(mean)
+    assert metrics["baseline"] == pytest.approx(0.9 * -10.0 + 0.1 * mean)
+    assert metrics["failure_share"] == 0.5
+    assert metrics["step_seconds_mean"] == pytest.approx(4.0)
+
+
+def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> None:
+    problem = random_problem(1)
+    config = replace(PAPER, failing_seconds=100.0, clip_norm=1e9)
+    learner = _learner(problem, config)
+    times = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    asked = learner.ask(8)
+    learner._answers = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in times]
+    batch = learner.batch()
+    found = learner.gradients(batch)
+    rewards = torch.tensor([-math.sqrt(t) for t in times])
+    logp, _ = learner.policy.score(learner._x, batch.actions_KG)
+    loss = -((rewards + 10.0) * logp.sum(dim=1)).mean()  # the baseline is still -sqrt(100)
+    parameters = dict(learner.policy.named_parameters())
+    expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    for name, gradient in zip(parameters, expected, strict=True):
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    assert len(asked) == 8
+
+
+def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
+    problem = random_problem(1)
+    for config in (replace(PAPER, failures_until=0), replace(SMALL, failures_until=0, entropy=0)):
+        learner = _learner(problem, config)
+        before = _weights(learner)
+        _answer(learner, [None] * 8)
+        (metrics,) = learner.take_metrics()
+        assert metrics["baseline"] == learner._failing_reward
+        assert torch.equal(_weights(learner), before)
+    learner = _learner(problem, PAPER)  # early on, they do
+    before = _weights(learner)
+    _answer(learner, [None] * 4 + [1.0] * 4)
+    assert not torch.equal(_weights(learner), before)
+
+
+def test_imitation_makes_the_imitated_placement_likelier() -> None:
+    problem = random_problem(11, max_ops=60, max_groups=30)
+    told = search([RandomPlacement(problem, seed=3)], SimulatedEvaluator(problem), Budget(trials=5))
+    assert told.best is not None
+    learner = _learner(problem, replace(SMALL, warm_start=50, elites=1))
+
+    def likelihood() -> float:
+        assert told.best is not None
+        actions = learner._actions(told.best.placement.devices)[None]
+        return float(learner.policy.score(learner._x, actions)[0].sum())
+
+    before = likelihood()
+    learner.tell([told.best])
+    learner.ask(8)
+    assert likelihood() > before + 1
+
+
+def test_teachers_are_asked_first_unless_others_were_told_of() -> None:
+    problem = tiny_problems()[1].problem
+    config = replace(SMALL, warm_start=2)
+
+    def make() -> Learner:
+        return Learner(
+            problem, config, name="ppo", teachers=methods.make(["single"], problem)
+        )
+
+    single = methods.make(["single"], problem)[0].ask(10)
+    assert make().ask(10) == single
+    told = make()
+    evaluator = SimulatedEvaluator(problem)
+    told.tell(
+        [
+            Trial(placement=p, measurement=m, placer="single")
+            for p, m in zip(single, evaluator.evaluate(single), strict=True)
+        ]
+    )
+    assert len(told.ask(10)) == 8  # samples
+
+
+def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
+    problem = random_problem(11, max_ops=60, max_groups=30)
+    evaluator = SimulatedEvaluator(problem)
+    budget = Budget(trials=400)
+    plain = search([_learner(problem, SMALL)], evaluator, budget).best
+    polished = search([_learner(problem, replace(SMALL, polish=32))], evaluator, budget).best
+    assert plain is not None
+    assert polished is not None
+    assert polished.measurement.mean_seconds < plain.measurement.mean_seconds
+
+
+@pytest.mark.parametrize("config", [SMALL, PAPER])
+def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: Path) -> None:
+    problem = random_problem(11, max_ops=60, max_groups=30)
+
+    def run(folder: Path, trials: int, stop_after: int | None = None) -> list[Trial]:
+        folder.mkdir(exist_ok=True)
+        learner = _learner(problem, config)
+        with Journal(folder / "journal.jsonl", problem) as journal:
+            before = len(journal.trials)
+            count = [0]
+
+            def stop() -> bool:
+                # The checkpoint is older than the journal, as when the process is killed.
+                count[0] += 1
+                if stop_after is not None and count[0] == stop_after:
+                    assert learner.checkpoint(folder)
+                return stop_after is not None and count[0] >= stop_after + 7
+
+            if stop_after is not None:
+                learner_checkpoint = learner.checkpoint
+                learner.checkpoint = (  # type: ignore[method-assign]
+                    lambda f: learner_checkpoint(f) if count[0] == stop_after else False
+                )
+            search([learner], SimulatedEvaluator(problem), Budget(trials=trials), journal=journal,
+                   directory=folder, stop=stop)  # fmt: skip
+            assert before == len(journal.trials)
+        with Journal(folder / "journal.jsonl", problem) as journal:
+            return list(journal.trials)
+
+    whole = run(tmp_path / "whole", 240)
+    part = run(tmp_path / "parts", 240, stop_after=12)
+    assert 0 < len(part) < 240
+    resumed = run(tmp_path / "parts", 240)
+    assert [t.placement for t in resumed] == [t.placement for t in whole]
+    metrics = [(tmp_path / n / "metrics.jsonl").read_text() for n in ("whole", "parts")]
+
+    def updates(text: str) -> list[str]:
+        return [line.partition('"update"')[2] for line in text.splitlines()]
+
+    assert updates(metrics[0]) == updates(metrics[1])
+
+
+def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
+    problem = random_problem(1)
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1.0] * 8)
+    assert learner.checkpoint(tmp_path)
+    path = tmp_path / "checkpoint-learner.safetensors"
+    whole = path.read_bytes()
+    assert _learner(problem, SMALL).restore(tmp_path)
+    with pytest.raises(LearningError, match="another architecture"):
+        _learner(problem, configured(SMALL, ["policy.hidden=18"])).restore(tmp_path)
+    with pytest.raises(LearningError, match="checkpoint of problem"):
+        _learner(random_problem(2), SMALL).restore(tmp_path)
+    for damaged in (b"", whole[:1000], whole[: len(whole) - 10]):
+        path.write_bytes(damaged)
+        with pytest.raises(LearningError, match="checkpoint-learner.safetensors: "):
+            _learner(problem, SMALL).restore(tmp_path)
+
+
+def test_a_trained_policy_proposes_its_best_guess_first() -> None:
+    problem = random_problem(11, max_ops=60, max_groups=30)
+    first = _learner(problem, SMALL)
+    search([first], SimulatedEvaluator(problem), Budget(trials=200))
+    second = Learner(problem, SMALL, name="ppo", policy=first.policy)
+    assert second.ask(64) == [first.greedy()]
+
+
+def test_with_one_choice_for_each_group_there_is_one_placement() -> None:
+    problem = random_problem(0, max_devices=1) if False else tiny_problems()[0].problem
+    forbidden = (torch.arange(problem.num_devices) > 0).numpy()[None].repeat(problem.num_groups, 0)
+    pinned = replace(problem, forbidden=forbidden)
+    learner = _learner(pinned, SMALL)
+    (only,) = learner.ask(10)
+    assert set(only.devices.tolist()) == {0}
+    assert learner.ask(10) == []
+    assert "only one device" in learner.why_not
+
+
+def test_settings_are_checked() -> None:
+    assert configured(PPO, ["samples=4", "policy.hidden=64", "clip=none"]).clip is None
+    assert configured(PPO, ["normalise=false"]).normalise is False
+    for setting, words in {
+        "samples=0": "samples must be at least 1",
+        "samples=many": "'many' is not of type int",
+        "sample=3": "did you mean samples?",
+        "samples": "not of the form name=value",
+        "policy=3": "set its fields",
+        "policy.hidden=7": "even",
+        "policy.adjacency=tree": "'list' or 'neighbours'",
+        "elites=0": "need elites",
+        "learning_rate=-1": "positive",
+        "clip=0": "positive or none",
+        "baseline_decay=1": "below 1",
+    }.items():
+        with pytest.raises(LearningError, match=words):
+            configured(PPO, [setting])
+
+
+def test_a_policy_of_its_own_seed_only() -> None:
+    problem = random_problem(1)
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    a, b = _learner(problem, SMALL, 3), _learner(problem, SMALL, 3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(_weights(a), _weights(b))
+    assert not torch.equal(_weights(a), _weights(_learner(problem, SMALL, 4)))
+    assert isinstance(a.policy, Policy)
