@@ -188,7 +188,7 @@ def test_gets_out_of_where_it_was_told_to_start(seed: int) -> None:
             for p in placements
         ]
 
-    placer = LocalSearch(problem, LocalSearchConfig(season=1000), seed=seed)
+    placer = LocalSearch(problem, LocalSearchConfig(season=2000), seed=seed)
     placer.tell(told([trap], evaluate))
     assert best_seconds(run(placer, evaluate, 5000)) < 20.0
 
