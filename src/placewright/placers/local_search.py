@@ -370,19 +370,16 @@ class LocalSearch(Placer):
             chain.now = camp.elites[0] if from_best else self._random.choice(camp.elites)
 
     def _join(self, away: _Camp) -> None:
-        """The better half of each camp's chains go on as one; another camp starts from scratch.
-
-        A half of each, as the newcomers may be on a better way though they are not as far yet.
-        """
+        """The best chains of both camps go on as one; another camp starts from scratch."""
         home = self._home
         for elite in away.elites:
             self._keep(home, elite)
-        half = self._num_chains // 2
-        home.chains = [
-            chain
-            for camp in (home, away)
-            for chain in sorted(camp.chains, key=lambda chain: chain.now.score)[:half]
-        ]
+        picked: list[_Chain] = []
+        doubles: list[_Chain] = []
+        for chain in sorted(home.chains + away.chains, key=lambda chain: chain.now.score):
+            double = any(self._nearly_same(chain.now, other.now) for other in picked)
+            (doubles if double else picked).append(chain)
+        home.chains = (picked + doubles)[: self._num_chains]
         self._season = math.ceil(self._season * self.config.growth)
         self._away = _Camp(deque(self._mixed()))
 
