@@ -56,7 +56,8 @@ class LocalSearchConfig:
     elites: int = 16
     """The best placements that a camp keeps, to restart from and to cross with."""
     season: int = 6000
-    """Answers that the camp from scratch gets before it joins the other, the first time."""
+    """Answers that the camp from scratch gets before it joins the other, the first time. 0 for no
+    such camp: only what was told is improved."""
     memory: int = 500_000
     """Placements that are remembered, so that none is proposed twice."""
 
@@ -143,6 +144,7 @@ class LocalSearch(Placer):
         self._num_elites = min(self.config.elites, max(4, free))
         self._home = _Camp(deque())
         self._away: _Camp | None = None
+        self._begun = False
         self._season = self.config.season
         self._turn = 0
         # By digest, what was tried, and where it came from as long as it is not answered.
@@ -191,7 +193,7 @@ class LocalSearch(Placer):
 
     def _next(self) -> IndexArray | None:
         """A placement that was not tried; None when all were."""
-        if self._away is None:
+        if not self._begun:
             self._begin()
         camps = self._camps()
         self._turn += 1
@@ -203,12 +205,13 @@ class LocalSearch(Placer):
 
     def _begin(self) -> None:
         """The plain starts are for the camp that has nothing else to start from."""
-        plain = self._moves.plain_placements()
-        if any(elite.score.failure == 0 for elite in self._home.elites):
-            self._away = _Camp(deque([*plain, *self._mixed()]))
-        else:
-            self._home.starts += [*plain, *self._mixed()]
-            self._away = _Camp(deque(self._mixed()))
+        self._begun = True
+        starts = [*self._moves.plain_placements(), *self._mixed()]
+        if not any(elite.score.failure == 0 for elite in self._home.elites):
+            self._home.starts += starts
+            starts = self._mixed()
+        if self.config.season:
+            self._away = _Camp(deque(starts))
 
     def _mixed(self) -> list[IndexArray]:
         return [self._moves.mixed_placement() for _ in range(self._num_elites)]
