@@ -153,7 +153,8 @@ def test_starts_from_the_best_it_was_told() -> None:
 
 def everywhere(problem: Problem, seed: int) -> Placement:
     rng = np.random.default_rng(seed)
-    return Placement.of(problem, rng.integers(problem.num_devices, size=problem.num_groups))
+    devices = rng.integers(problem.num_devices, size=problem.num_groups, dtype=np.int32)
+    return Placement.of(problem, devices)
 
 
 def changes(one: Placement, other: Placement) -> int:
