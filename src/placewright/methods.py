@@ -164,7 +164,7 @@ METHODS: dict[str, Method] = {
         needs="ortools",
     ),
     "local-search": Method(
-        "parallel simulated annealing from the best found so far, until the budget is used",
+        "simulated annealing from the best found so far and from scratch, until the budget is used",
         lambda settings: LocalSearch(settings.problem, seed=settings.seed),
     ),
     "reinforce": Method(

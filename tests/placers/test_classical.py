@@ -21,6 +21,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.placers.expert import expert
+from placewright.placers.group_graph import group_graph, scaled
 from placewright.placers.heft import heft
 from placewright.placers.m_etf import m_etf
 from placewright.placers.m_sct import favourites, m_sct
@@ -28,7 +29,7 @@ from placewright.placers.m_topo import m_topo
 from placewright.placers.memory import Repairing, bytes_over_time, group_bytes, repair
 from placewright.placers.mincut import mincut
 from placewright.placers.random_placement import RandomPlacement
-from placewright.placers.scotch import group_graph, scaled, scotch
+from placewright.placers.scotch import scotch
 from placewright.placers.single_device import accelerators, single_device
 from placewright.problem import Problem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Op, Tensor, frozen
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
+from placewright.placers._moves import Moves
 from placewright.placers.base import Placer
 from placewright.placers.exact import count_placements, every_placement
 from placewright.placers.local_search import LocalSearch, LocalSearchConfig
@@ -147,6 +149,66 @@ def test_starts_from_the_best_it_was_told() -> None:
     # Already the first proposals are changes of good placements.
     first = best_seconds(told(placer.ask(64), evaluate))
     assert first < 1.05 * best_seconds(earlier)
+
+
+def everywhere(problem: Problem, seed: int) -> Placement:
+    rng = np.random.default_rng(seed)
+    devices = rng.integers(problem.num_devices, size=problem.num_groups, dtype=np.int32)
+    return Placement.of(problem, devices)
+
+
+def changes(one: Placement, other: Placement) -> int:
+    return int((one.devices != other.devices).sum())
+
+
+@pytest.mark.parametrize(("season", "least", "most"), [(6000, 0.4, 0.6), (0, 0.0, 0.1)])
+def test_half_of_its_proposals_have_nothing_to_do_with_what_it_was_told(
+    season: int, least: float, most: float
+) -> None:
+    problem = layered_problem(100, 5)
+    evaluate = simulated(problem)
+    known = everywhere(problem, 0)
+    placer = LocalSearch(problem, LocalSearchConfig(season=season))
+    # So good that nothing leads away from it.
+    best = Measurement(outcome=Outcome.OK, step_seconds=(1e-9,))
+    placer.tell([Trial(placement=known, measurement=best, placer="test")])
+    asked = [trial.placement for trial in run(placer, evaluate, 2000)]
+    far = sum(changes(placement, known) > 60 for placement in asked)
+    assert least <= far / len(asked) <= most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gets_out_of_where_it_was_told_to_start(seed: int) -> None:
+    problem = layered_problem(100, 5)
+    goal, trap = everywhere(problem, 1), everywhere(problem, 2)
+
+    def evaluate(placements: Sequence[Placement]) -> list[Measurement]:
+        """The closer to the goal the better, but the trap is better than all that is half way."""
+        return [
+            Measurement(
+                outcome=Outcome.OK,
+                step_seconds=(30.0 if changes(p, trap) < 25 else 1.0 + changes(p, goal),),
+            )
+            for p in placements
+        ]
+
+    placer = LocalSearch(problem, LocalSearchConfig(season=2000), seed=seed)
+    placer.tell(told([trap], evaluate))
+    assert best_seconds(run(placer, evaluate, 5000)) < 20.0
+
+
+def test_room_is_made_for_what_does_not_fit() -> None:
+    problem = layered_problem(30, 3)
+    moves = Moves(problem, random.Random(0))
+    now = np.array([1] * 10 + [2] * 20, dtype=np.int32)
+    wanted = now.copy()
+    wanted[10:13] = 1  # and there is no room for them on device 1
+    drawn = [moves.draw(now, (wanted, [1]), now) for _ in range(500)]
+    relieved = [changed for kind, changed in drawn if kind == "relieve" and changed is not None]
+    assert relieved
+    for changed in relieved:
+        assert (changed[10:] == wanted[10:]).all()
+        assert (changed[:10] != 1).any()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -25,7 +25,7 @@ from placewright.placers._schedule import (
     take_room,
     tasks_of,
 )
-from placewright.placers.scotch import GroupGraph, group_graph
+from placewright.placers.group_graph import GroupGraph, group_graph
 from placewright.problem import Problem
 
 _TRANSFER_SHARE = 0.1

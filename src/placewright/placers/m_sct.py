@@ -17,8 +17,8 @@ from placewright.errors import MissingExtraError
 from placewright.graph import BoolArray, FloatArray, IntArray
 from placewright.placement import Placement
 from placewright.placers._schedule import mean_link, producer_order
+from placewright.placers.group_graph import group_graph
 from placewright.placers.m_etf import schedule_earliest
-from placewright.placers.scotch import group_graph
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
 

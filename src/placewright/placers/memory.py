@@ -11,7 +11,7 @@ from placewright.graph import FloatArray, Graph, IndexArray, IntArray
 from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
-from placewright.placers.scotch import GroupGraph, group_graph
+from placewright.placers.group_graph import GroupGraph, group_graph
 from placewright.problem import Problem
 
 _MOMENTS = 16

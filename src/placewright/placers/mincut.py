@@ -17,7 +17,7 @@ import numpy as np
 from placewright.errors import MissingExtraError
 from placewright.graph import FloatArray, IndexArray
 from placewright.placement import Placement
-from placewright.placers.scotch import (
+from placewright.placers.group_graph import (
     GroupGraph,
     group_graph,
     group_loads,
