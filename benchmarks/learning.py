@@ -1,15 +1,16 @@
 """How good the learned placers are, and how fast.
 
-    python -m benchmarks.learning quality     # the learners against local search, by trials; hours on 2 cores
+    python -m benchmarks.learning quality     # the learners and local search, by trials
     python -m benchmarks.learning ablation    # what each ingredient of ppo is worth
     python -m benchmarks.learning noise       # with 10% noise and 5% failures
-    python -m benchmarks.learning transfer    # a policy trained on other models
+    python -m benchmarks.learning transfer    # a policy that was trained on the other models
     python -m benchmarks.learning speed       # seconds of one update
+    python -m benchmarks.learning report      # results/learning/README.md anew, from the files
 
-Each writes `results/learning/NAME.csv`, and `results/learning/README.md` is made anew from all of
-them. Quality is by number of trials, which does not depend on the machine: `--jobs 16` on a machine
-with more cores gives the same numbers sooner. `--models` also takes graph files (`placewright
-inspect MODEL --save FILE`), for machines without TensorFlow.
+Each adds its cases to `results/learning/NAME.csv`; cases that are in the file are not run again, so
+a benchmark can be stopped and continued, or shared by machines. All of `quality` takes some four
+hours of one core. Quality is by number of trials and so does not depend on the machine. `--models`
+also takes graph files (`placewright inspect MODEL --save FILE`), for machines without TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import itertools
 import multiprocessing
 import platform
 import statistics
-import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -37,40 +38,41 @@ from placewright import load, make_problem, methods
 from placewright._version import VERSION
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
-from placewright.problem import Problem
+from placewright.placement import Placement
 from placewright.search import Budget, Progress, search
 
 RESULTS = Path(__file__).parent / "results" / "learning"
-SCRATCH = ("warm_start=0", "polish=0")
 
-QUALITY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "reinforce": ("reinforce", ()),
-    "ppo from scratch": ("ppo", SCRATCH),
+Variants = dict[str, tuple[str, tuple[str, ...]]]
+SCRATCH = ("warm_start=0", "polish=0")
+QUALITY: Variants = {
     "ppo": ("ppo", ()),
     "local-search": ("local-search", ()),
+    "ppo from scratch": ("ppo", SCRATCH),
+    "reinforce": ("reinforce", ()),
 }
-ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {
+ABLATION: Variants = {
     "ppo": ("ppo", ()),
-    "no polishing": ("ppo", ("polish=0",)),
-    "no warm start": ("ppo", ("warm_start=0",)),
-    "from scratch (neither)": ("ppo", SCRATCH),
-    "from scratch, no imitation": ("ppo", (*SCRATCH, "imitation=0")),
-    "from scratch, one epoch, no clipping": ("ppo", (*SCRATCH, "epochs=1", "clip=none")),
-    "from scratch, no normalisation": ("ppo", (*SCRATCH, "normalise=false")),
+    "without polishing": ("ppo", ("polish=0",)),
+    "without warm start": ("ppo", ("warm_start=0",)),
+    "from scratch (without both)": ("ppo", SCRATCH),
+    "from scratch, no imitation of the best": ("ppo", (*SCRATCH, "imitation=0")),
+    "from scratch, one epoch and no clipping": ("ppo", (*SCRATCH, "epochs=1", "clip=none")),
+    "from scratch, moving-average baseline": ("ppo", (*SCRATCH, "normalise=false")),
     "from scratch, no entropy bonus": ("ppo", (*SCRATCH, "entropy=0")),
     "from scratch, no running features": ("ppo", (*SCRATCH, "policy.running=false")),
     "from scratch, no costs seen": ("ppo", (*SCRATCH, "policy.costs=false")),
-    "from scratch, adjacency list": ("ppo", (*SCRATCH, "policy.adjacency=list")),
+    "from scratch, the paper's adjacency list": ("ppo", (*SCRATCH, "policy.adjacency=list")),
     "reinforce": ("reinforce", ()),
 }
+NOISE: Variants = {"ppo": ("ppo", ()), "ppo from scratch": ("ppo", SCRATCH)}
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One search; the best step time after each number of trials asked for."""
     problem = make_problem(load(case["model"]), Cluster.load(case["cluster"]))
-    noise = Noise(seed=case["seed"]) if case.get("noise") else None
     exact = SimulatedEvaluator(problem)
-    exact.evaluate([_any(problem)])  # compiles
+    exact.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])  # compiles
     (placer,) = methods.make(
         [case["method"]], problem, seed=case["seed"], learner=case["settings"],
         policy=case.get("policy"),
@@ -83,6 +85,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             curve.append((progress.trials, best.measurement.mean_seconds))
 
     started = time.monotonic()
+    noise = Noise(seed=case["seed"]) if case.get("noise") else None
     progress = search(
         [placer],
         SimulatedEvaluator(problem, noise=noise),
@@ -98,55 +101,156 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     }
     for trials in case["trials"]:
         reached = [seconds for at, seconds in curve if at <= trials]
-        row[f"best_at_{trials}"] = round(min(reached), 6) if reached else ""
+        row[f"best_at_{trials}"] = f"{min(reached):.6f}" if reached else ""
     greedy = getattr(placer, "greedy", None)
     final = greedy() if greedy else (progress.best.placement if progress.best else None)
-    measured = exact.evaluate([final])[0] if final is not None else None
-    row["final_policy_seconds"] = round(measured.mean_seconds, 6) if measured else ""
-    row["devices_of_final"] = len(set(final.devices.tolist())) if final is not None else ""
-    for goal in case.get("goals", ()):
-        row[f"trials_to_{goal:g}"] = next((at for at, s in curve if s <= goal), "")
+    if final is not None:
+        measurement = exact.evaluate([final])[0]
+        row["final_seconds"] = f"{measurement.mean_seconds:.6f}"
+        row["final_devices"] = len(set(final.devices.tolist()))
+        # Placements hardly ever leave the CPU quite empty; what counts is where the work is.
+        work = problem.group_seconds[final.devices, range(problem.num_groups)]
+        share = [work[final.devices == d].sum() for d in range(problem.num_devices)]
+        row["final_largest_share"] = f"{max(share) / sum(share):.3f}"
+    row["trials"] = progress.trials
     row["search_seconds"] = round(time.monotonic() - started, 1)
     return row
 
 
-def _any(problem: Problem) -> Any:
-    from placewright.placement import Placement
+def run_all(cases: Sequence[dict[str, Any]], path: Path, jobs: int) -> None:
+    """Runs what is not in the file yet, each case in a process of its own, and adds it."""
 
-    return Placement.of(problem, problem.allowed.argmax(axis=1))
+    def key(entry: dict[str, Any]) -> tuple[str, ...]:
+        names = Path(str(entry["model"])).stem, str(entry["cluster"]), entry["variant"]
+        return (*names, str(entry["seed"]))
 
-
-def run_all(cases: Sequence[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
-    """The cases in their order, `jobs` at a time, each in a process of its own."""
-    rows = []
-    # Long ones first, so that the last to finish is a short one.
+    done = {key(row) for row in read_csv(path)}
+    cases = [case for case in cases if key(case) not in done]
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for row in pool.imap(run_case, cases, chunksize=1):
+        for row in pool.imap_unordered(run_case, cases, chunksize=1):
             print(*row.values(), flush=True)
-            rows.append(row)
-    return rows
+            add_csv(path, row)
 
 
-def compare(
-    variants: dict[str, tuple[str, tuple[str, ...]]], options: argparse.Namespace, **more: Any
-) -> list[dict[str, Any]]:
-    cases = [
+def cases_of(variants: Variants, options: argparse.Namespace, **more: Any) -> list[dict[str, Any]]:
+    return [
         {
             "model": model, "cluster": cluster, "variant": variant, "method": method,
             "settings": settings, "seed": seed, "trials": options.trials, **more,
         }
-        for model, cluster, (variant, (method, settings)), seed in itertools.product(
-            options.models, options.clusters, variants.items(), range(options.seeds)
+        for seed, model, cluster, (variant, (method, settings)) in itertools.product(
+            options.seeds, options.models, options.clusters, variants.items()
         )
-        if options.variants is None or variant in options.variants
+        if not options.variants or variant in options.variants
     ]  # fmt: skip
-    return run_all(cases, options.jobs)
 
 
-def table(rows: Iterable[dict[str, Any]], column: str) -> str:
+def noise(options: argparse.Namespace) -> None:
+    """The same learner with and without the troubles of real measurement."""
+    quiet = cases_of(NOISE, options)
+    noisy = cases_of({f"{name}, noisy": v for name, v in NOISE.items()}, options, noise=True)
+    run_all([*quiet, *noisy], RESULTS / "noise.csv", options.jobs)
+
+
+def transfer(options: argparse.Namespace) -> None:
+    """Each model in turn is held out: a policy trained on the others starts on it."""
+    from placewright.learning.config import PPO
+    from placewright.learning.train import Lesson, train
+
+    no_polish = ("polish=0", "warm_start=0")
+    for held_out, seed in itertools.product(options.models, options.seeds):
+        wanted = {f"{Path(held_out).stem}-{seed}"}
+        lessons = []
+        for model, cluster in itertools.product(options.models, options.clusters):
+            if model != held_out:
+                problem = make_problem(load(model), Cluster.load(cluster))
+                lessons.append(
+                    Lesson(
+                        evaluator=SimulatedEvaluator(problem), teachers=methods.teachers(problem)
+                    )
+                )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{wanted.pop()}.st"
+            started = time.monotonic()
+            policy = train(lessons, PPO, Budget(trials=options.train_trials), seed=seed)
+            policy.cpu().save(path)
+            print(f"trained without {held_out}: {time.monotonic() - started:.0f} s", flush=True)
+            variants: Variants = {"from scratch": ("ppo", no_polish)}
+            cases = cases_of(variants, options)
+            cases += cases_of({"pretrained": ("ppo", no_polish)}, options, policy=str(path))
+            run_all(
+                [c for c in cases if c["model"] == held_out and c["seed"] == seed],
+                RESULTS / "transfer.csv",
+                options.jobs,
+            )
+
+
+def speed() -> None:
+    """One update of the size the method's authors had: sample, score, backward, step."""
+    import torch
+
+    from placewright.learning.config import PRESETS, configured
+    from placewright.learning.learner import Learner
+    from placewright.measurement import Trial
+    from placewright.testing import layered_graph
+
+    problem = make_problem(layered_graph(5600, 20), Cluster.load("k80x4"), target_groups=280)
+    evaluator = SimulatedEvaluator(problem)
+    path = RESULTS / "speed.csv"
+    path.unlink(missing_ok=True)
+    for preset, hidden in itertools.product(("reinforce", "ppo"), (128, 256)):
+        settings = [f"policy.hidden={hidden}", "samples=16", "epochs=1", "polish=0"]
+        config = configured(PRESETS[preset], [*settings, "warm_start=0"])
+        learner = Learner(problem, config, name=preset)
+        seconds = []
+        for _ in range(12):
+            started = time.perf_counter()
+            asked = learner.ask(64)
+            sampled = time.perf_counter()
+            measured = evaluator.evaluate(asked)
+            evaluated = time.perf_counter()
+            learner.tell(
+                [
+                    Trial(placement=placement, measurement=measurement, placer=preset)
+                    for placement, measurement in zip(asked, measured, strict=True)
+                ]
+            )
+            seconds.append(time.perf_counter() - evaluated + sampled - started)
+        row = {
+            "preset": preset, "groups": problem.num_groups, "devices": problem.num_devices,
+            "hidden": hidden, "samples": 16, "epochs": 1,
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "update_seconds_median": f"{statistics.median(seconds[2:]):.3f}",
+            "best": f"{min(seconds[2:]):.3f}", "worst": f"{max(seconds[2:]):.3f}",
+        }  # fmt: skip
+        print(*row.values(), flush=True)
+        add_csv(path, row)
+
+
+# --- files and tables ----------------------------------------------------------------------------
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def add_csv(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.is_file()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def table(rows: Iterable[dict[str, str]], column: str) -> str:
     """Markdown: variants down, cases across; mean (best-worst) over seeds."""
     rows = list(rows)
-    cases = list(dict.fromkeys((r["model"], r["cluster"]) for r in rows))
+    cases = sorted({(r["model"], r["cluster"]) for r in rows})
     lines = [
         "| | " + " | ".join(f"{model} {cluster}" for model, cluster in cases) + " |",
         "|---|" + "---:|" * len(cases),
@@ -170,35 +274,77 @@ def table(rows: Iterable[dict[str, Any]], column: str) -> str:
     return "\n".join(lines)
 
 
+def report() -> None:
+    """The README of the results, from what the files hold."""
+    parts = [
+        "# The learned placers",
+        "",
+        "Simulated seconds per training step (roofline costs): mean over seeds, with the best and "
+        "the worst. Made by `python -m benchmarks.learning`, whose text says what each table is; "
+        f"written with placewright {VERSION}, Python {platform.python_version()}, "
+        f"on {os.cpu_count()} cores, {cpu_name()}.",
+    ]
+    titles = {
+        "quality": "Quality at equal numbers of trials",
+        "ablation": "What each ingredient is worth",
+        "noise": "10% noise on every time, 5% of the placements fail for no reason",
+        "transfer": "A policy trained on the other models",
+    }
+    for name, title in titles.items():
+        rows = read_csv(RESULTS / f"{name}.csv")
+        if not rows:
+            continue
+        seeds = sorted({int(r["seed"]) for r in rows})
+        parts += ["", f"## {title}", "", f"Seeds {', '.join(map(str, seeds))}."]
+        for column in [c for c in rows[0] if c.startswith("best_at_")]:
+            if name != "noise":
+                trials = int(column.removeprefix("best_at_"))
+                parts += ["", f"Best after {trials:,} trials:", "", table(rows, column)]
+        if name in ("quality", "noise"):
+            parts += [
+                "",
+                "What the policy itself holds for the best at the end (its likeliest placement, "
+                "simulated without noise):" if name == "noise" else
+                "What the policy itself holds for the best at the end (its likeliest placement):",
+                "",
+                table([r for r in rows if r["variant"] != "local-search"], "final_seconds"),
+            ]  # fmt: skip
+    rows = read_csv(RESULTS / "speed.csv")
+    if rows:
+        parts += ["", "## Seconds of one update", "", "| " + " | ".join(rows[0]) + " |"]
+        parts += ["|" + "---|" * len(rows[0])]
+        parts += ["| " + " | ".join(row.values()) + " |" for row in rows]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "README.md").write_text("\n".join(parts) + "\n")
+
+
 def main() -> None:
     options = _options()
     if options.what == "quality":
-        rows = compare(QUALITY, options)
+        run_all(cases_of(QUALITY, options), RESULTS / "quality.csv", options.jobs)
     elif options.what == "ablation":
-        rows = compare(ABLATION, options)
-    print(table(rows, f"best_at_{max(options.trials)}"))
-    if options.csv:
-        write_csv(Path(options.csv), rows)
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(k for row in rows for k in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        run_all(cases_of(ABLATION, options), RESULTS / "ablation.csv", options.jobs)
+    elif options.what == "noise":
+        noise(options)
+    elif options.what == "transfer":
+        transfer(options)
+    elif options.what == "speed":
+        speed()
+    report()
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["quality", "ablation", "noise", "transfer", "speed"])
+    parser.add_argument(
+        "what", choices=["quality", "ablation", "noise", "transfer", "speed", "report"]
+    )
     parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
     parser.add_argument("--clusters", nargs="+", default=["k80x2", "k80x4"])
     parser.add_argument("--trials", nargs="+", type=int, default=[2000, 20000])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--variants", nargs="+")
+    parser.add_argument("--train-trials", type=int, default=20000)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--variants", nargs="+", help="Only these.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--csv")
     return parser.parse_args()
 
 

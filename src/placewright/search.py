@@ -176,7 +176,7 @@ def search(
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
         idle = 0
         progress.placer = placer.name
-        restored = directory is not None and placer.restore(directory)
+        restored = directory is not None and placer.restore(directory, told)
         if told and not restored:
             placer.tell(told)
         if metrics is not None and not restored:

@@ -17,12 +17,17 @@ from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy, PolicyConfig
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placers.random_placement import RandomPlacement
-from placewright.problem import Problem
+from placewright.problem import Problem, make_problem
 from placewright.search import Budget, search
-from placewright.testing import check_placer, random_problem, tiny_problems
+from placewright.testing import check_placer, gpu_boards, layered_graph, tiny_problems
 
 SMALL = configured(PPO, ["policy.hidden=16", "samples=8", "warm_start=0", "polish=0"])
 PAPER = configured(REINFORCE, ["policy.hidden=16", "samples=8"])
+
+
+def _problem(groups: int) -> Problem:
+    """Four equal devices and a graph that is worth splitting."""
+    return make_problem(layered_graph(4 * groups, 6), gpu_boards(4), target_groups=groups)
 
 
 def _learner(problem: Problem, config: LearnerConfig, seed: int = 0) -> Learner:
@@ -61,7 +66,7 @@ def test_contract(config: LearnerConfig, tiny: object) -> None:
 @pytest.mark.parametrize("config", [SMALL, PAPER])
 def test_it_learns_more_than_random_finds(config: LearnerConfig) -> None:
     """At the same number of trials, on a problem too large to find the best by luck."""
-    problem = random_problem(11, max_ops=60, max_groups=30)
+    problem = _problem(30)
     evaluator = SimulatedEvaluator(problem)
     budget = Budget(trials=600)
     learner = _learner(problem, config)
@@ -82,7 +87,7 @@ def test_ppo_finds_the_optimum_of_tiny_problems(tiny: object) -> None:
 
 
 def test_the_baseline_starts_at_the_failing_signal_and_follows_the_rewards() -> None:
-    learner = _learner(random_problem(1), replace(PAPER, failing_seconds=100.0))
+    learner = _learner(_problem(8), replace(PAPER, failing_seconds=100.0))
     _answer(learner, [4.0] * 4 + [None] * 4)
     (metrics,) = learner.take_metrics()
     mean = -(4 * 2.0 + 4 * 10.0) / 8  # minus the square roots of 4 s and of the failing 100 s
@@ -93,7 +98,7 @@ def test_the_baseline_starts_at_the_failing_signal_and_follows_the_rewards() -> 
 
 
 def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> None:
-    problem = random_problem(1)
+    problem = _problem(8)
     config = replace(PAPER, failing_seconds=100.0, clip_norm=1e9)
     learner = _learner(problem, config)
     times = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
@@ -113,7 +118,7 @@ def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> No
 
 
 def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
-    problem = random_problem(1)
+    problem = _problem(8)
     for config in (replace(PAPER, failures_until=0), replace(SMALL, failures_until=0, entropy=0)):
         learner = _learner(problem, config)
         before = _weights(learner)
@@ -128,7 +133,7 @@ def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
 
 
 def test_imitation_makes_the_imitated_placement_likelier() -> None:
-    problem = random_problem(11, max_ops=60, max_groups=30)
+    problem = _problem(30)
     told = search([RandomPlacement(problem, seed=3)], SimulatedEvaluator(problem), Budget(trials=5))
     assert told.best is not None
     learner = _learner(problem, replace(SMALL, warm_start=50, elites=1))
@@ -136,7 +141,7 @@ def test_imitation_makes_the_imitated_placement_likelier() -> None:
     def likelihood() -> float:
         assert told.best is not None
         actions = learner._actions(told.best.placement.devices)[None]
-        return float(learner.policy.score(learner._x, actions)[0].sum())
+        return learner.policy.score(learner._x, actions)[0].sum().item()
 
     before = likelihood()
     learner.tell([told.best])
@@ -149,9 +154,7 @@ def test_teachers_are_asked_first_unless_others_were_told_of() -> None:
     config = replace(SMALL, warm_start=2)
 
     def make() -> Learner:
-        return Learner(
-            problem, config, name="ppo", teachers=methods.make(["single"], problem)
-        )
+        return Learner(problem, config, name="ppo", teachers=methods.make(["single"], problem))
 
     single = methods.make(["single"], problem)[0].ask(10)
     assert make().ask(10) == single
@@ -167,7 +170,7 @@ def test_teachers_are_asked_first_unless_others_were_told_of() -> None:
 
 
 def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
-    problem = random_problem(11, max_ops=60, max_groups=30)
+    problem = _problem(30)
     evaluator = SimulatedEvaluator(problem)
     budget = Budget(trials=400)
     plain = search([_learner(problem, SMALL)], evaluator, budget).best
@@ -179,7 +182,7 @@ def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
 
 @pytest.mark.parametrize("config", [SMALL, PAPER])
 def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: Path) -> None:
-    problem = random_problem(11, max_ops=60, max_groups=30)
+    problem = _problem(30)
 
     def run(folder: Path, trials: int, stop_after: int | None = None) -> list[Trial]:
         folder.mkdir(exist_ok=True)
@@ -220,25 +223,25 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
 
 
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
-    problem = random_problem(1)
+    problem = _problem(8)
     learner = _learner(problem, SMALL)
     _answer(learner, [1.0] * 8)
     assert learner.checkpoint(tmp_path)
     path = tmp_path / "checkpoint-learner.safetensors"
     whole = path.read_bytes()
-    assert _learner(problem, SMALL).restore(tmp_path)
+    assert _learner(problem, SMALL).restore(tmp_path, [])
     with pytest.raises(LearningError, match="another architecture"):
-        _learner(problem, configured(SMALL, ["policy.hidden=18"])).restore(tmp_path)
+        _learner(problem, configured(SMALL, ["policy.hidden=18"])).restore(tmp_path, [])
     with pytest.raises(LearningError, match="checkpoint of problem"):
-        _learner(random_problem(2), SMALL).restore(tmp_path)
+        _learner(_problem(9), SMALL).restore(tmp_path, [])
     for damaged in (b"", whole[:1000], whole[: len(whole) - 10]):
         path.write_bytes(damaged)
         with pytest.raises(LearningError, match="checkpoint-learner.safetensors: "):
-            _learner(problem, SMALL).restore(tmp_path)
+            _learner(problem, SMALL).restore(tmp_path, [])
 
 
 def test_a_trained_policy_proposes_its_best_guess_first() -> None:
-    problem = random_problem(11, max_ops=60, max_groups=30)
+    problem = _problem(30)
     first = _learner(problem, SMALL)
     search([first], SimulatedEvaluator(problem), Budget(trials=200))
     second = Learner(problem, SMALL, name="ppo", policy=first.policy)
@@ -246,7 +249,7 @@ def test_a_trained_policy_proposes_its_best_guess_first() -> None:
 
 
 def test_with_one_choice_for_each_group_there_is_one_placement() -> None:
-    problem = random_problem(0, max_devices=1) if False else tiny_problems()[0].problem
+    problem = tiny_problems()[0].problem
     forbidden = (torch.arange(problem.num_devices) > 0).numpy()[None].repeat(problem.num_groups, 0)
     pinned = replace(problem, forbidden=forbidden)
     learner = _learner(pinned, SMALL)
@@ -277,7 +280,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_a_policy_of_its_own_seed_only() -> None:
-    problem = random_problem(1)
+    problem = _problem(8)
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     a, b = _learner(problem, SMALL, 3), _learner(problem, SMALL, 3)

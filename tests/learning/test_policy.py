@@ -10,8 +10,8 @@ import torch
 from placewright.errors import LearningError
 from placewright.learning.features import features
 from placewright.learning.policy import Inputs, Policy, PolicyConfig, _AdditiveScores, _Lstm
-from placewright.problem import Problem
-from placewright.testing import random_problem
+from placewright.problem import Problem, make_problem
+from placewright.testing import gpu_boards, layered_graph, random_problem
 
 PAPER = PolicyConfig(
     hidden=16, bidirectional=False, adjacency="list", log_shapes=False, costs=False, aligned=False,
@@ -43,7 +43,7 @@ def test_sampling_and_scoring_give_the_same_log_probabilities(
 
 
 def test_forbidden_devices_are_never_chosen_and_have_no_probability() -> None:
-    free = random_problem(4)
+    free = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
     forbidden = np.zeros((free.num_groups, free.num_devices), dtype=np.bool_)
     forbidden[::2, 0] = True
     problem = dataclasses.replace(free, forbidden=forbidden)
@@ -60,7 +60,7 @@ def test_forbidden_devices_are_never_chosen_and_have_no_probability() -> None:
             changed = actions[:1].clone()
             changed[:, group] = device
             total = total + policy.score(x, changed)[0][0, group].exp()
-    assert float(total) == pytest.approx(1.0, abs=1e-5)
+    assert total.item() == pytest.approx(1.0, abs=1e-5)
 
 
 def policy_order(problem: Problem) -> np.ndarray:
@@ -78,7 +78,7 @@ def test_samples_follow_the_scored_probabilities() -> None:
         if x.forbidden_GD[0, device]:
             assert first[device] == 0
         else:
-            expected = float(policy.score(x, placement)[0][0, 0].exp())
+            expected = policy.score(x, placement)[0][0, 0].exp().item()
             assert float(first[device]) == pytest.approx(expected, abs=0.04)
 
 
@@ -121,8 +121,8 @@ def test_the_gradient_is_that_of_the_log_probability(config: PolicyConfig) -> No
             parameter.sub_(2 * step * direction)
             below = loss()
             parameter.add_(step * direction)
-        expected = float((above - below) / (2 * step))
-        found = 0.0 if gradient is None else float((gradient * direction).sum())
+        expected = ((above - below) / (2 * step)).item()
+        found = 0.0 if gradient is None else (gradient * direction).sum().item()
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
@@ -158,7 +158,9 @@ def test_a_saved_policy_is_the_same_policy_also_on_another_graph(tmp_path: Path)
     policy.save(tmp_path / "policy.st")
     loaded = Policy.load(tmp_path / "policy.st")
     actions, logp = policy.sample(x, 2, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(loaded.score(x, actions.clone())[0], logp.clone(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        loaded.score(x, actions.clone())[0], logp.clone(), atol=1e-5, rtol=1e-4
+    )
     elsewhere = loaded.inputs(features(other, loaded.types))
     placed, _ = loaded.sample(elsewhere, 2, torch.Generator().manual_seed(0))
     assert placed.shape == (2, other.num_groups)

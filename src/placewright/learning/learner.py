@@ -34,6 +34,9 @@ from placewright.problem import Problem
 
 FORMAT = "placewright-checkpoint/1"
 
+_MOST_STALE = 30
+"""After so many updates in a row without a placement that is new, the policy has settled."""
+
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
 
@@ -144,6 +147,8 @@ class Learner(Placer):
         self._baseline = self._failing_reward
         self.updates = 0
         self._trials = 0
+        self._proposed: set[int] = set()
+        self._stale = 0
         self._greedy_due = self._pretrained
         # What was sampled for the update that is due, in order, and what came of it so far.
         self._sampled: tuple[Tensor, Tensor] | None = None
@@ -155,9 +160,8 @@ class Learner(Placer):
         self._polisher: LocalSearch | None = None
         self._polish_left = 0
         self._polish_asked: set[Placement] = set()
-        # Trials of the journal, between a restored checkpoint and the first proposal.
-        self._restored = False
-        self._resumed: Sequence[Trial] | None = None
+        # Trials of the journal, from the restoring of a checkpoint to the first polishing.
+        self._resumed: Sequence[Trial] = ()
         self._metrics: list[dict[str, float]] = []
 
     # --- ask -------------------------------------------------------------------------------------
@@ -180,6 +184,9 @@ class Learner(Placer):
                 return asked
             self._polish_left = 0
         if self._sampled is None:
+            if self._stale >= _MOST_STALE:
+                self.why_not = "the policy proposes nothing it has not proposed before"
+                return []
             self._warm_up()
             self._sample()
         asked, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -213,6 +220,9 @@ class Learner(Placer):
         self._sampled = actions.clone(), logp.clone()
         self._waiting = [self._placement(row) for row in actions.cpu()]
         self._asked = deque(self._waiting)
+        before = len(self._proposed)
+        self._proposed.update(hash(placement) for placement in self._waiting)
+        self._stale = 0 if len(self._proposed) > before else self._stale + 1
 
     def greedy(self) -> Placement:
         """The placement the policy holds for the best: the likeliest device at every step."""
@@ -231,9 +241,9 @@ class Learner(Placer):
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
             self._polisher = LocalSearch(self.problem, seed=self._seed)
-            self._polisher.tell(self._resumed or [])
+            self._polisher.tell(self._resumed)
             self._polisher.tell([_trial(self.name, e.placement, e.seconds) for e in self._elites])
-            self._resumed = None
+            self._resumed = ()
         asked = self._polisher.ask(min(count, self._polish_left))
         self._polish_asked.update(asked)
         return asked
@@ -241,11 +251,6 @@ class Learner(Placer):
     # --- tell ------------------------------------------------------------------------------------
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        if self._restored:
-            # The policy goes on from where the checkpoint was; only the local search, which has no
-            # checkpoint, learns what was tried since.
-            self._restored, self._resumed = False, trials
-            return
         for trial in trials:
             self._keep(trial)
             if self._asked and trial.placement == self._asked[0]:
@@ -436,7 +441,7 @@ class Learner(Placer):
         write_tensors(self._file(folder), FORMAT, described, tensors)
         return True
 
-    def restore(self, folder: Path) -> bool:
+    def restore(self, folder: Path, told: Sequence[Trial]) -> bool:
         path = self._file(folder)
         if not path.exists():
             return False
@@ -470,7 +475,9 @@ class Learner(Placer):
             raise LearningError(f"{path}: damaged checkpoint: {fault!r}") from None
         self._teachers = []
         self._greedy_due = False
-        self._restored = True
+        # The policy goes on from where the checkpoint was; only the local search, which has no
+        # checkpoint, learns what was tried since.
+        self._resumed = told
         return True
 
     def _file(self, folder: Path) -> Path:

@@ -314,7 +314,7 @@ class Policy(nn.Module):
             gumbel_GKD.zero_()
         if noise:
             gumbel_GKD += noise * torch.randn(gumbel_GKD.shape, generator=generator)
-        gumbel_GKD = gumbel_GKD.to(where)
+        gumbel_GKD = gumbel_GKD.to(e.states_GH)
 
         # All that does not depend on the choices is computed once.
         w_last = self.from_last.weight.T
@@ -568,9 +568,9 @@ class _Running:
     def __init__(self, x: Inputs, count: int) -> None:
         groups, devices = x.work_GD.shape
         self._x = x
-        self._work = torch.zeros((count, devices), device=x.work_GD.device)
+        self._work = x.work_GD.new_zeros((count, devices))
         self._memory = torch.zeros_like(self._work)
-        self._chosen = torch.zeros((count, groups, devices), device=x.work_GD.device)
+        self._chosen = x.work_GD.new_zeros((count, groups, devices))
         self._samples = torch.arange(count, device=x.work_GD.device)
 
     def features(self, g: int) -> Tensor:

@@ -51,9 +51,9 @@ class Placer(ABC):
         whether it did. Only methods whose state cannot be had from the journal need it."""
         return False
 
-    def restore(self, folder: Path) -> bool:
-        """Goes back to the last checkpoint, if there is one. What was proposed since is then
-        proposed again, and the search answers from its journal."""
+    def restore(self, folder: Path, told: Sequence[Trial]) -> bool:
+        """Goes back to the last checkpoint, if there is one; `told` is all that the journal holds.
+        What was proposed since is then proposed again, and the search answers from the journal."""
         return False
 
 
