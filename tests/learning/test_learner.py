@@ -236,7 +236,7 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path)
         _learner(_problem(9), SMALL).restore(tmp_path, [])
     for damaged in (b"", whole[:1000], whole[: len(whole) - 10]):
         path.write_bytes(damaged)
-        with pytest.raises(LearningError, match="checkpoint-learner.safetensors: "):
+        with pytest.raises(LearningError, match=r"checkpoint-learner\.safetensors: "):
             _learner(problem, SMALL).restore(tmp_path, [])
 
 

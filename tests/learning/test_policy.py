@@ -184,7 +184,7 @@ def test_files_that_are_no_policy_or_another_one(tmp_path: Path) -> None:
         Policy.load(tmp_path / "nothing")
     for damaged in (b"", b"hello", whole[: len(whole) // 2], whole[:100], b"\xff" * 200):
         path.write_bytes(damaged)
-        with pytest.raises(LearningError, match="policy.st: "):
+        with pytest.raises(LearningError, match=r"policy\.st: "):
             Policy.load(path)
     path.write_bytes(whole.replace(b'\\"hidden\\":', b'\\"hiddex\\":'))
     with pytest.raises(LearningError, match="another architecture"):

@@ -70,7 +70,9 @@ def train(
     config = configured(PPO, learner or ())
     start = None if policy is None else Policy.load(policy)
     machines = [Cluster.load(cluster) for cluster in clusters.split(",")]
-    graphs = [common.load_graph(model, scale, None, None, None, None) for model in models.split(",")]
+    graphs = [
+        common.load_graph(model, scale, None, None, None, None) for model in models.split(",")
+    ]
     lessons = []
     for graph in graphs:
         for machine in machines:

@@ -21,15 +21,15 @@ class LearnerConfig:
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network. Its fields are set as `policy.hidden=256`."""
-    samples: int = 32
+    samples: int = 16
     """K: placements sampled for one update. In the paper one for each worker of a controller, 4 to
     8 for each of 20 controllers."""
     learning_rate: float = 2e-3
     """Of Adam, at the start."""
     learning_rate_decay: float = 0.5
-    """What the learning rate is multiplied by every `learning_rate_halving` updates, smoothly. The
-    authors' later controller decays it too."""
-    learning_rate_halving: int = 1000
+    """What the learning rate is multiplied by every `learning_rate_halving` gradient steps,
+    smoothly. The authors' later controller decays it too."""
+    learning_rate_halving: int = 3000
     """See `learning_rate_decay`."""
     clip_norm: float = 1.0
     """The gradient is scaled down to this length if it is longer (the later controller's)."""
@@ -72,10 +72,14 @@ class LearnerConfig:
     warm_start: int = 60
     """Gradient steps of imitation before the first sample, on the classical placements it is told
     of or computes itself; 0: from scratch."""
-    polish: int = 480
+    polish: int = 240
     """Placements tried by a local search around the elites after each update's samples; the policy
     then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
     milliseconds."""
+
+    imitation_steps: int = 6
+    """Gradient steps of imitation alone after each update, where the local search finds better
+    placements than the policy has sampled."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving"):
@@ -85,7 +89,7 @@ class LearnerConfig:
                 )
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
-            "imitation", "warm_start", "polish",
+            "imitation", "warm_start", "polish", "imitation_steps",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise LearningError(
@@ -121,7 +125,6 @@ REINFORCE = LearnerConfig(
         running=False,
         device_features=False,
     ),
-    samples=16,
     learning_rate=1e-3,
     normalise=False,
     epochs=1,

@@ -34,8 +34,8 @@ from placewright.problem import Problem
 
 FORMAT = "placewright-checkpoint/1"
 
-_MOST_STALE = 30
-"""After so many updates in a row without a placement that is new, the policy has settled."""
+_SETTLED = 0.03
+"""When less than this share of its samples is new (a moving average), the policy has settled."""
 
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
@@ -57,8 +57,7 @@ class Updater:
         """One step. The gradients may come from elsewhere, and from older parameters."""
         for name, parameter in self.policy.named_parameters():
             parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
-        updates = self.steps / self.config.epochs
-        decay = self.config.learning_rate_decay ** (updates / self.config.learning_rate_halving)
+        decay = self.config.learning_rate_decay ** (self.steps / self.config.learning_rate_halving)
         for group in self._adam.param_groups:
             group["lr"] = self.config.learning_rate * decay
         self._adam.step()
@@ -148,7 +147,7 @@ class Learner(Placer):
         self.updates = 0
         self._trials = 0
         self._proposed: set[int] = set()
-        self._stale = 0
+        self._novelty = 1.0
         self._greedy_due = self._pretrained
         # What was sampled for the update that is due, in order, and what came of it so far.
         self._sampled: tuple[Tensor, Tensor] | None = None
@@ -184,8 +183,8 @@ class Learner(Placer):
                 return asked
             self._polish_left = 0
         if self._sampled is None:
-            if self._stale >= _MOST_STALE:
-                self.why_not = "the policy proposes nothing it has not proposed before"
+            if self._novelty < _SETTLED and not self._polish_asked:
+                self.why_not = "the policy proposes hardly anything it has not proposed before"
                 return []
             self._warm_up()
             self._sample()
@@ -222,7 +221,8 @@ class Learner(Placer):
         self._asked = deque(self._waiting)
         before = len(self._proposed)
         self._proposed.update(hash(placement) for placement in self._waiting)
-        self._stale = 0 if len(self._proposed) > before else self._stale + 1
+        new = (len(self._proposed) - before) / len(self._waiting)
+        self._novelty += 0.1 * (new - self._novelty)
 
     def greedy(self) -> Placement:
         """The placement the policy holds for the best: the likeliest device at every step."""
@@ -277,6 +277,8 @@ class Learner(Placer):
             gradients = self.gradients(batch)
             norm = float(gradient_norm(gradients))
             self.apply(gradients)
+        if self.config.polish:
+            self._imitate(self.config.imitation_steps)
         self.finish(batch, measurements, norm)
 
     def batch(self) -> Batch:
@@ -320,7 +322,7 @@ class Learner(Placer):
             loss = self._policy_loss(batch, logp_KG[:samples])
             loss = loss - self._entropy_weight() * entropy_KG[:samples].mean()
             if elites:
-                loss = loss - self.config.imitation * logp_KG[samples:].mean()
+                loss = loss + self.config.imitation * self._distance(logp_KG[samples:])
             return self._differentiate(loss)
 
     def _policy_loss(self, batch: Batch, logp_KG: Tensor) -> Tensor:
@@ -405,13 +407,26 @@ class Learner(Placer):
         if self._warm or not self._elites:
             return
         self._warm = True
-        # Nothing is sampled from yet: the loss is imitation alone.
+        self._imitate(self.config.warm_start)
+
+    def _imitate(self, steps: int) -> None:
+        """Gradient steps on the likelihood of the elites alone."""
+        if not self._elites or not steps:
+            return
         best = torch.stack([self._actions(e.placement.devices) for e in self._elites])
         best = best.to(self._x.work_GD.device)
         with _one_thread():
-            for _ in range(self.config.warm_start):
+            for _ in range(steps):
                 logp_KG, _ = self.policy.score(self._x, best)
-                self.updater.apply(self._differentiate(-logp_KG.mean()))
+                self.apply(self._differentiate(self._distance(logp_KG)))
+
+    def _distance(self, logp_KG: Tensor) -> Tensor:
+        """How far the policy is from the elites, best first: each counts half of the one before.
+
+        Good placements may differ in no more than which of two equal devices is which; their mean
+        would be no good placement at all."""
+        weights_K = 0.5 ** torch.arange(len(logp_KG), device=logp_KG.device)
+        return -(weights_K * logp_KG.mean(dim=1)).sum() / weights_K.sum()
 
     # --- checkpoints -----------------------------------------------------------------------------
 
