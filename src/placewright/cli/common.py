@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +25,38 @@ console = Console(highlight=False)
 if not console.is_terminal:
     console = Console(highlight=False, width=200)  # a file or a pipe has no width of its own
 errors = Console(stderr=True, highlight=False)
+
+
+class Verbosity(enum.IntEnum):
+    """How much is said on the way; results and errors are always printed."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+verbosity = Verbosity.NORMAL
+"""Set by `main` from -q and -v, which every command takes."""
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is being done, and with -v prints it; gives a function to say more.
+
+    Everything that may take longer than a second runs inside one.
+    """
+    started = time.monotonic()
+
+    def log(text: str) -> None:
+        if verbosity is Verbosity.VERBOSE:
+            errors.print(f"[dim]{time.monotonic() - started:7.2f} s[/dim] {escaped(text)}")
+
+    log(text)
+    if verbosity is not Verbosity.NORMAL or not errors.is_terminal:
+        yield log
+        return
+    with errors.status(escaped(text)) as display:
+        yield lambda text: display.update(escaped(text))
 
 ModelArgument = Annotated[
     str,
@@ -119,7 +155,7 @@ def load_graph(
         if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
             raise UsageError(f"--dim {text}: {value!r} is not a positive whole number")
         dims[name] = int(value)
-    with errors.status(f"reading {escaped(model)} ..."):
+    with status(f"reading {model} ..."):
         return load(
             model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
         )

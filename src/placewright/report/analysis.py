@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,13 +201,18 @@ def layered(num_groups: int, edges: GroupEdges) -> tuple[IntArray, FloatArray]:
         rows[layer[group]].append(group)
     height = np.zeros(num_groups)
 
-    def spread(row: Sequence[int]) -> None:
-        for position, group in enumerate(row):
-            height[group] = position - (len(row) - 1) / 2
+    def spread(row: Sequence[int], wish: Mapping[int, float]) -> None:
+        """As near to where they wish to be as their order and a distance of 1 allow."""
+        low = -np.inf
+        for group in row:
+            height[group] = low = max(wish[group], low + 1)
+        shift = float(np.mean([wish[group] - height[group] for group in row]))
+        for group in row:
+            height[group] += shift
 
     for row in rows:
-        spread(row)
-    for sweep in range(8):
+        spread(row, {group: position - (len(row) - 1) / 2 for position, group in enumerate(row)})
+    for sweep in range(12):
         neighbours, order = (behind, rows) if sweep % 2 == 0 else (ahead, rows[::-1])
         for row in order:
             wish = {
@@ -215,7 +220,7 @@ def layered(num_groups: int, edges: GroupEdges) -> tuple[IntArray, FloatArray]:
                 for g in row
             }
             row.sort(key=lambda g: (wish[g], g))
-            spread(row)
+            spread(row, wish)
     return layer, height
 
 

@@ -32,7 +32,7 @@ const percent = x => (100 * x).toFixed(Math.abs(x) < 0.0995 ? 1 : 0) + "%";
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /* Paul Tol's "vibrant" and "bright" schemes, told apart with any kind of colour blindness. */
-const HUES = ["#0077bb", "#ee7733", "#009988", "#ee3377", "#33bbee", "#ddaa33", "#aa4499", "#999933"];
+const HUES = ["#0077bb", "#ee7733", "#009988", "#ee3377", "#33bbee", "#ddaa33", "#aa4499", "#999933", "#7a68c9", "#88ccaa"];
 const GREYS = ["#87909c", "#b0b7c1", "#5f6874"];
 const colours = run => {
   let hues = 0, greys = 0;
@@ -172,7 +172,7 @@ const methods = () => {
       return {
         type: "bar", orientation: "h", name: esc(run.name), y: rows.map(m => m.method), x: rows.map(m => m.seconds * scale),
         marker: {color: rows.map(m => TWO || m.seconds === fastest ? runColour(i) : css("--bar")), cornerradius: 3},
-        text: rows.map(m => `${seconds(m.seconds)}` + (run.single ? `  ·  ${(run.single / m.seconds).toFixed(2)}×` : "")),
+        text: rows.map(m => `  ${seconds(m.seconds)}` + (run.single ? `  ·  ${(run.single / m.seconds).toFixed(2)}×` : "")),
         textposition: "outside", cliponaxis: false, textfont: {color: css("--soft")},
         customdata: rows.map(m => `<b>${esc(m.method)}</b><br>${seconds(m.seconds)} per step<br>${count(m.trials, "trial")}` + (m.search === null ? "" : ` in ${m.search.toFixed(1)} s`)),
         hovertemplate: "%{customdata}" + ALSO,
@@ -198,26 +198,24 @@ const progress = () => {
   let by = 0;
   const chart = plot(node, 340, () => {
     const data = [];
-    let least = Infinity;
     RUNS.forEach((run, i) => {
-      let hue = 0;
       const lines = TWO ? [{placer: run.name, points: run.overall}] : run.progress;
+      /* Methods that search are lines and get the clearest colours; the others are points. */
+      const order = [...lines].sort((a, b) => b.points.length - a.points.length);
       for (const line of lines) {
-        const colour = TWO ? runColour(i) : HUES[hue++ % HUES.length];
-        const end = by === 0 ? run.trials : run.searchSeconds;
-        const points = line.points.length > 1 || TWO ? [...line.points, [run.trials, run.searchSeconds, line.points[line.points.length - 1][2]]] : line.points;
-        const x = points.map(p => by === 0 ? p[0] : Math.max(p[1], 1e-3));
-        least = Math.min(least, ...x);
-        data.push({type: "scatter", mode: points.length > 1 ? "lines" : "markers", name: esc(line.placer), x, y: points.map(p => p[2]),
-          line: {shape: "hv", width: 2, color: colour}, marker: {size: 9, color: colour, symbol: "diamond"},
+        const colour = TWO ? runColour(i) : HUES[order.indexOf(line) % HUES.length];
+        const last = line.points[line.points.length - 1];
+        const points = line.points.length > 1 || TWO ? [...line.points, [run.trials, run.searchSeconds, last[2]]] : line.points;
+        data.push({type: "scatter", mode: points.length > 1 ? "lines" : "markers", name: esc(line.placer),
+          x: points.map(p => by === 0 ? p[0] : Math.max(p[1], 1e-3)), y: points.map(p => p[2]),
+          line: {shape: "hv", width: 2.2, color: colour}, marker: {size: 9, color: colour, symbol: "diamond"},
           customdata: points.map(p => `<b>${esc(line.placer)}</b><br>${seconds(p[2])} after ${count(p[0], "trial")}, ${p[1].toFixed(2)} s`),
           hovertemplate: "%{customdata}" + ALSO});
-        void end;
       }
     });
     return {data, showlegend: true, legend: {orientation: "h", y: -0.22, font: {size: 12.5}, itemwidth: 30}, margin: {l: 8, r: 12, t: 8, b: 30},
       xaxis: {type: "log", title: {text: by === 0 ? "trials" : "seconds of search"}, dtick: 1},
-      yaxis: {title: {text: "step time (s)"}, rangemode: "normal"}};
+      yaxis: {type: "log", title: {text: "step time (s)"}, tickformat: ".2~f", nticks: 8}};
   });
   chart.id = "progress-chart";
   switcher(head, ["by trials", "by seconds"], choice => { by = choice; redraw(); });
@@ -297,9 +295,10 @@ const graphs = () => {
         }
       }
       const dim = view.matches !== null;
+      const faint = Math.max(0.3, Math.min(1, 350 / g.edges.length));  /* many lines, each the fainter */
       const data = [...groups.values()].sort((p, q) => p.crossing - q.crossing).map(line => ({
         type: "scatter", mode: "lines", x: line.x, y: line.y, hoverinfo: "skip",
-        line: {width: line.weight, color: line.crossing ? hues[line.device] : css("--edge")}, opacity: (line.crossing ? 0.62 : 0.55) * (dim ? 0.3 : 1)}));
+        line: {width: line.weight, color: line.crossing ? hues[line.device] : css("--edge")}, opacity: (line.crossing ? 0.68 : 0.6) * faint * (dim ? 0.3 : 1)}));
       data.push({type: "scatter", mode: "markers", x: middle.x, y: middle.y, marker: {size: 9, opacity: 0}, customdata: middle.text,
         hovertemplate: "%{customdata}" + ALSO});
       const lit = k => !dim || view.matches.has(k);
@@ -402,9 +401,13 @@ const timelines = () => {
         r => `<b>${r[3] < 0 ? "several groups" : esc(run.graph.names[r[3]])}</b><br>${count(r[4], "op")} on ${esc(t.rows[r[0]].label)}<br>${when(r)}`);
       bars(t.transfers, r => r[3] < 0 ? css("--bar") : hues[Math.floor(r[3] / D_)],
         r => `<b>${r[3] < 0 ? "several" : esc(run.devices[Math.floor(r[3] / D_)].name) + " → " + esc(run.devices[r[3] % D_].name)}</b><br>${count(r[4], "transfer")}, ${bytes(r[5])}<br>${when(r)}`);
-      const px = [], py = [];
-      for (const [row, start, end] of t.path) { px.push(start * scale, end * scale); py.push(row + 0.43, row + 0.43); }
-      data.push({type: "scatter", mode: "lines", x: px, y: py, line: {color: css("--ink"), width: 1.6}, hoverinfo: "skip"});
+      const stay = {x: [], y: []}, move = {x: [], y: []};
+      t.path.forEach(([row, start, end]) => {
+        stay.x.push(start * scale, end * scale, null); stay.y.push(row + 0.44, row + 0.44, null);
+        move.x.push(start * scale, end * scale); move.y.push(row + 0.44, row + 0.44);
+      });
+      data.push({type: "scatter", mode: "lines", ...move, line: {color: css("--ink"), width: 1}, opacity: 0.4, hoverinfo: "skip"});
+      data.push({type: "scatter", mode: "lines", ...stay, line: {color: css("--ink"), width: 2.6}, hoverinfo: "skip"});
       const firstLink = t.rows.findIndex(r => r.device < 0);
       return {data, barmode: "overlay", bargap: 0, uirevision: "gantt",
         shapes: firstLink > 0 ? [{type: "line", xref: "paper", x0: 0, x1: 1, y0: firstLink - 0.5, y1: firstLink - 0.5, line: {color: css("--line"), width: 1}}] : [],
@@ -473,7 +476,7 @@ const whatIfs = () => {
     const rows = run.whatIfs.filter(w => w.seconds !== null), control = rows[0];
     const box = plot(parent, 70 + 44 * rows.length, () => {
       const [scale, unit] = timeUnit(Math.max(...rows.map(w => w.seconds)));
-      const label = w => w === control ? seconds(w.seconds) : `${seconds(w.seconds)}  ·  ${w.seconds < control.seconds * 0.9995 ? "−" + percent(1 - w.seconds / control.seconds) : "no gain"}`;
+      const label = w => w === control ? "   " + seconds(w.seconds) : `   ${seconds(w.seconds)}  ·  ${w.seconds < control.seconds * 0.9995 ? "−" + percent(1 - w.seconds / control.seconds) : "no gain"}`;
       return {data: [
         {type: "bar", orientation: "h", y: rows.map(w => esc(w.change)), x: rows.map(w => w.seconds * scale), width: 0.55,
           marker: {color: rows.map(w => w !== control && w.seconds < control.seconds * 0.9995 ? css("--accent") : css("--bar")), cornerradius: 3},
