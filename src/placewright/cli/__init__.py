@@ -18,8 +18,8 @@ from placewright.errors import PlacewrightError
 app = typer.Typer(
     name="placewright",
     help="Finds which device each operation of a machine-learning graph should run on.",
-    epilog="Every command takes -q (no progress, no warnings), -v (says what it is doing) and --debug "
-    "(the whole traceback of an error). Example: placewright place inception_v3 -c k80x4 -b 1m. "
+    epilog="Every command takes -q (no progress, no warnings), -v (says what it is doing) and "
+    "--debug (the whole traceback of an error). Example: placewright place nmt -c k80x4 -b 1m. "
     "Exit codes: 0 done, 1 no placement ran, 2 bad input or a model that cannot fit, "
     "130 stopped by Ctrl-C.",
     add_completion=True,

@@ -58,6 +58,7 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
     with errors.status(escaped(text)) as display:
         yield lambda text: display.update(escaped(text))
 
+
 ModelArgument = Annotated[
     str,
     typer.Argument(

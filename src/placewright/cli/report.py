@@ -32,7 +32,10 @@ def report(
     output: Annotated[
         str | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="The page to write; DIR/report.html if not given."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The page; DIR/report.html if not given.",
         ),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
@@ -67,13 +70,13 @@ def report(
 
 
 def _what_if_budget(text: str) -> Budget | None:
-    from placewright.report import DEFAULT_WHAT_IF
+    from placewright.report import WHAT_IF_TRIALS
     from placewright.search import Budget, parse_duration
 
     seconds = parse_duration(text)
     if seconds == 0:
         return None
-    return Budget(seconds=seconds, trials=DEFAULT_WHAT_IF.trials)
+    return Budget(seconds=seconds, trials=WHAT_IF_TRIALS)
 
 
 def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) -> None:
@@ -110,13 +113,12 @@ def write_beside(directory: str, result: Result) -> str:
     short; there are none after Ctrl-C.
     """
     from placewright.errors import MissingExtraError
-    from placewright.report import DEFAULT_WHAT_IF, write_report
+    from placewright.report import WHAT_IF_SECONDS, WHAT_IF_TRIALS, write_report
     from placewright.search import Budget
 
-    assert DEFAULT_WHAT_IF.seconds is not None and DEFAULT_WHAT_IF.trials is not None
     budget = Budget(
-        seconds=max(0.1, min(DEFAULT_WHAT_IF.seconds, result.seconds / 40)),
-        trials=max(1, min(DEFAULT_WHAT_IF.trials, result.trials)),
+        seconds=max(0.1, min(WHAT_IF_SECONDS, result.seconds / 40)),
+        trials=max(1, min(WHAT_IF_TRIALS, result.trials)),
     )
     try:
         with common.status("writing the report ...") as say:

@@ -11,17 +11,25 @@ from placewright.report.run import Run, read_run, read_runs
 from placewright.report.words import Section, explain
 from placewright.search import Budget
 
-__all__ = ["DEFAULT_WHAT_IF", "Run", "Section", "explain", "read_run", "write_report"]
+__all__ = [
+    "WHAT_IF_SECONDS",
+    "WHAT_IF_TRIALS",
+    "Run",
+    "Section",
+    "explain",
+    "read_run",
+    "write_report",
+]
 
-DEFAULT_WHAT_IF = Budget(seconds=3.0, trials=4000)
-"""How long each what-if is searched."""
+WHAT_IF_SECONDS, WHAT_IF_TRIALS = 3.0, 4000
+"""How long each what-if is searched at most."""
 
 
 def write_report(
     directories: str | Path | Sequence[str | Path],
     output: str | Path | None = None,
     *,
-    what_if: Budget | None = DEFAULT_WHAT_IF,
+    what_if: Budget | None = Budget(seconds=WHAT_IF_SECONDS, trials=WHAT_IF_TRIALS),  # noqa: B008
     observe: Callable[[str], None] = lambda doing: None,
 ) -> Path:
     """Writes the report of a run, or of two side by side, and gives the file's path.
@@ -34,8 +42,9 @@ def write_report(
     """
     from placewright.report.page import make_page
 
-    one = isinstance(directories, str | Path)
-    chosen = [str(directories)] if one else [str(directory) for directory in directories]
+    if isinstance(directories, str | Path):
+        directories = [directories]
+    chosen = [str(directory) for directory in directories]
     if not 1 <= len(chosen) <= 2:
         raise ReportError(f"a report shows one run or two side by side, not {len(chosen)}")
     path = Path(output) if output is not None else Path(chosen[0]) / "report.html"

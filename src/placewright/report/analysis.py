@@ -216,7 +216,9 @@ def layered(num_groups: int, edges: GroupEdges) -> tuple[IntArray, FloatArray]:
         neighbours, order = (behind, rows) if sweep % 2 == 0 else (ahead, rows[::-1])
         for row in order:
             wish = {
-                g: float(np.mean([height[n] for n in neighbours[g]])) if neighbours[g] else height[g]
+                g: float(np.mean([height[n] for n in neighbours[g]]))
+                if neighbours[g]
+                else height[g]
                 for g in row
             }
             row.sort(key=lambda g: (wish[g], g))
@@ -235,7 +237,7 @@ class Bar(NamedTuple):
     end: float
     what: int
     """The group, or the pair of devices; -1 for several."""
-    count: int
+    things: int
     """How many ops or transfers."""
     bytes: int = 0
 
@@ -263,7 +265,7 @@ def _merge(bars: Sequence[Bar], gap: float, *, mixed: bool) -> list[Bar]:
                     last.start,
                     max(last.end, bar.end),
                     bar.what if same else -1,
-                    last.count + bar.count,
+                    last.things + bar.things,
                     last.bytes + bar.bytes,
                 )
                 continue

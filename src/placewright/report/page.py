@@ -24,6 +24,8 @@ from placewright.report.what_if import WhatIf, what_ifs
 from placewright.search import Budget
 from placewright.simulator.timeline import Timeline
 
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
 
 def make_page(
     runs: Sequence[Run],
@@ -37,7 +39,7 @@ def make_page(
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     title = " and ".join(f"{run.problem.graph.name} on {run.problem.cluster.name}" for run in runs)
     parts = {
-        "__TITLE__": html.escape(f"{title} – Placewright"),
+        "__TITLE__": html.escape(f"{title} - Placewright"),
         "__STYLE__": _asset("page.css"),
         "__SCRIPT__": _asset("page.js"),
         "__PLOTLY__": plotly,
@@ -177,22 +179,22 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         if single["speed_up"]:
             tiles.append(
                 _tile(
-                    f"{single['speed_up']:.2f}×",
+                    f"{single['speed_up']:.2f}{_TIMES}",
                     "over the best single device",
                     f"{words.single_device(run)}, {words.seconds_text(single['step_seconds'])}",
                 )
             )
         else:
-            tiles.append(_tile("–", "single device", "none can run it"))
+            tiles.append(_tile("-", "single device", "none can run it"))
     if step is not None and rows.get("expert", {}).get("speed_up"):
         row = rows["expert"]
         note = words.seconds_text(row["step_seconds"])
-        tiles.append(_tile(f"{row['speed_up']:.2f}×", "over the expert", note))
+        tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the expert", note))
     others = [row for name, row in rows.items() if row["speed_up"] and name != "expert"]
     if step is not None and others:
         row = min(others, key=lambda row: row["step_seconds"])
         note = f"{row['method']}, {words.seconds_text(row['step_seconds'])}"
-        tiles.append(_tile(f"{row['speed_up']:.2f}×", "over the best other baseline", note))
+        tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the best other baseline", note))
     bound = summary["lower_bound_seconds"]
     if step is not None:
         gap = max(0.0, 1 - bound / step)
@@ -374,7 +376,7 @@ def _gantt(timeline: Timeline) -> dict[str, Any]:
 
 def _bar(bar: analysis.Bar) -> list[float]:
     return [
-        bar.row, _short(bar.start), _short(bar.end - bar.start), bar.what, bar.count, bar.bytes,
+        bar.row, _short(bar.start), _short(bar.end - bar.start), bar.what, bar.things, bar.bytes,
     ]  # fmt: skip
 
 
@@ -392,12 +394,10 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
         difference, better = "", 0
         if first and second is not None and first != second:
             change = second / first - 1
-            difference = f"{change:+.1%}" if abs(change) < 10 else f"{second / first:.0f}×"
+            difference = f"{change:+.1%}" if abs(change) < 10 else f"{second / first:.0f}{_TIMES}"
             better = -less if change > 0 else less
-        texts = ["–" if value is None else show(value) for value in values]
-        rows.append(
-            {"label": label, "values": texts, "difference": difference, "better": better}
-        )
+        texts = ["-" if value is None else show(value) for value in values]
+        rows.append({"label": label, "values": texts, "difference": difference, "better": better})
 
     both = (a, b)
     steps = [r.best.measurement.mean_seconds if r.ok and r.best else None for r in both]

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from placewright import placers
+from placewright import methods
 from placewright.api import PROBLEM_FILE
 from placewright.errors import ReportError
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -62,9 +62,9 @@ class Run:
             found = self.progression.improvements.get("expert")
             if found:
                 return found[-1].trial
-        (placer,) = placers.make(["expert"], self.problem)
+        (placer,) = methods.make(["expert"], self.problem)
         evaluator = SimulatedEvaluator(self.problem)
-        trials = []
+        trials: list[Trial] = []
         # Repairs of a placement that does not fit are asked for one after another.
         while not any(trial.measurement.ok for trial in trials):
             asked = placer.ask(8)
@@ -134,15 +134,11 @@ def _best(
             step_seconds=(float(summary["step_seconds"]),),
             peak_bytes=tuple(summary["peak_bytes"] or ()),
         )
-        found = [
-            Trial(placement=placement, measurement=measurement, placer=str(summary["method"]))
-        ]
+        found = [Trial(placement=placement, measurement=measurement, placer=str(summary["method"]))]
     return min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
 
 
-def _summary(
-    folder: Path, problem: Problem, progression: Progression | None
-) -> Mapping[str, Any]:
+def _summary(folder: Path, problem: Problem, progression: Progression | None) -> Mapping[str, Any]:
     path = folder / "summary.json"
     if path.is_file():
         summary = read_json(path, ReportError, what="summary")
@@ -244,5 +240,3 @@ def read_runs(directories: list[str]) -> list[Run]:
 
         runs = [replace(run, name=d) for run, d in zip(runs, directories, strict=True)]
     return runs
-
-

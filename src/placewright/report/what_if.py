@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placewright import placers
+from placewright import methods
 from placewright.cluster import Cluster, Device, Link
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import frozen
@@ -49,7 +49,7 @@ def what_ifs(
         evaluator = SimulatedEvaluator(other)
         (same,) = evaluator.evaluate([start])
         first = Trial(placement=start, measurement=same, placer="same")
-        (placer,) = placers.make(
+        (placer,) = methods.make(
             ["local-search"], other, seconds=budget.seconds, trials=budget.trials
         )
         placer.tell([first])
