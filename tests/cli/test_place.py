@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-FILES = {"journal.jsonl", "placement.json", "summary.json", "trace.json"}
+FILES = {
+    "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "summary.json",
+    "trace.json",
+}  # fmt: skip
 
 
 def test_the_main_job(run: Callable[..., Any], graph_file: Path) -> None:

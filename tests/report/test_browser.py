@@ -123,7 +123,8 @@ def _centre(opened: Opened, group: int) -> tuple[float, float]:
     x, y = opened.page.evaluate(
         "k => { const box = document.getElementById('graph-0'), f = box._fullLayout;"
         " const t = box.data.find(t => t.meta === 'groups'), r = box.getBoundingClientRect();"
-        " return [r.left + f._size.l + f.xaxis.d2p(t.x[k]), r.top + f._size.t + f.yaxis.d2p(t.y[k])]; }",
+        " return [r.left + f._size.l + f.xaxis.d2p(t.x[k]),"
+        "         r.top + f._size.t + f.yaxis.d2p(t.y[k])]; }",
         group,
     )
     return float(x), float(y)

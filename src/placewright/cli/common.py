@@ -14,7 +14,7 @@ import typer
 from rich import markup
 from rich.console import Console
 
-from placewright.cluster import Cluster
+from placewright.cluster import Cluster, preset_names
 from placewright.costs import Costs
 from placewright.errors import PlacewrightError
 from placewright.graph import Graph, ScopeRule
@@ -59,6 +59,25 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: display.update(escaped(text))
 
 
+def complete_models(incomplete: str) -> list[str]:
+    """For the shell; it adds files by itself."""
+    from placewright.models import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """The last of a list separated by commas."""
+    from placewright.methods import METHODS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in ("auto", *METHODS) if name.startswith(last)]
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -66,6 +85,7 @@ ModelArgument = Annotated[
         help="A graph file (.json, .pb, .pbtxt, .meta), a SavedModel directory, or a benchmark "
         "model: rnnlm, nmt, inception_v3.",
         show_default=False,
+        autocompletion=complete_models,
     ),
 ]
 ClusterOption = Annotated[
@@ -75,6 +95,7 @@ ClusterOption = Annotated[
         "-c",
         metavar="CLUSTER",
         help="A cluster file (.yaml), a preset (k80x2, k80x4, a100x4, h100x8, cpu2) or 'local'.",
+        autocompletion=complete_clusters,
     ),
 ]
 ScaleOption = Annotated[

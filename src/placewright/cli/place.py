@@ -41,6 +41,7 @@ MethodOption = Annotated[
         "-m",
         metavar="NAME[,NAME...]",
         help="'auto' (baselines, then improve on the best) or names from 'placewright methods'.",
+        autocompletion=common.complete_methods,
     ),
 ]
 BudgetOption = Annotated[
@@ -155,6 +156,7 @@ def compare(
             "--methods",
             metavar="NAME[,NAME...]",
             help="Names from 'placewright methods', or 'all'.",
+            autocompletion=common.complete_methods,
         ),
     ] = "all",
     budget: Annotated[

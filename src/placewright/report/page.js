@@ -162,7 +162,7 @@ const methods = () => {
   const ran = run => run.methods.filter(m => m.seconds !== null);
   const names = [...new Set(RUNS.flatMap(run => ran(run).map(m => m.method)))];
   const time = name => Math.min(...RUNS.flatMap(r => ran(r).filter(m => m.method === name).map(m => m.seconds)));
-  names.sort((a, b) => time(b) - time(a));
+  names.sort((a, b) => time(a) - time(b));
   plot(node, 60 + (TWO ? 44 : 31) * names.length, () => {
     const most = Math.max(...RUNS.flatMap(r => ran(r).map(m => m.seconds)), 1e-12);
     const [scale, unit] = timeUnit(most);
@@ -182,7 +182,7 @@ const methods = () => {
       line: {color: TWO ? runColour(i) : css("--ink"), width: 1.2, dash: "dot"}}));
     return {data, shapes, barmode: "group", bargap: 0.32, margin: {l: 8, r: 110, t: 8, b: 8},
       xaxis: {title: {text: `time of one step (${unit})`}, rangemode: "tozero", fixedrange: true},
-      yaxis: {categoryorder: "array", categoryarray: names, fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
+      yaxis: {categoryorder: "array", categoryarray: names, autorange: "reversed", fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
   });
   const without = RUNS.flatMap(run => run.methods.filter(m => m.seconds === null).map(m => [run, m]));
   if (without.length) {
@@ -308,7 +308,7 @@ const graphs = () => {
                  line: {width: g.names.map((_, k) => k === view.selected ? 3 : 1), color: g.names.map((_, k) => k === view.selected ? css("--ink") : css("--panel"))}},
         customdata: g.names.map((name, k) => `<b>${esc(name)}</b><br>${esc(run.devices[g.device[k]].name)}, ${seconds(g.seconds[k])} of computing<br>${count(g.counts[k], "op")}` + (g.resident[k] ? `, ${bytes(g.resident[k])} of variables` : "")),
         hovertemplate: "%{customdata}" + ALSO});
-      const lo = Math.min(...y), hi = Math.max(...y), room = Math.max(1, (hi - lo) * 0.06);
+      const lo = Math.min(...y), hi = Math.max(...y), room = (hi - lo) * 0.07 || 1;
       return {data, dragmode: "pan", uirevision: String(lanes), margin: {l: 4, r: 4, t: 4, b: 4},
         xaxis: {visible: false, range: [-layers * 0.03 - 0.5, layers * 1.03 - 0.5]},
         yaxis: lanes ? {tickvals: run.graph.lanes.map(l => l[1]), ticktext: run.graph.lanes.map(l => esc(l[0])), zeroline: false, showgrid: false, range: [lo - room, hi + room]}
