@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,22 @@ class Result:
             op: names[device]
             for op, device in zip(self.problem.graph.op_names, devices, strict=True)
         }
+
+    def apply(self, target: Any, devices: Mapping[str, str] | None = None) -> Any:
+        """Puts the best placement into a TensorFlow graph that the problem was made from.
+
+        Args:
+            target: a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of which a copy is
+                returned; or a `tf.function` or ConcreteFunction, for which a new ConcreteFunction
+                is returned that works on the same variables.
+            devices: TensorFlow's names of the cluster's devices, where they are not `/device:GPU:0`
+                for `gpu:0` and the like.
+        """
+        from placewright.frontends.tensorflow.apply import apply_to_object, tensorflow_devices
+
+        placed = self.placement_by_op()
+        names = tensorflow_devices(sorted(set(placed.values())), devices)
+        return apply_to_object(target, {op: names[device] for op, device in placed.items()})
 
     def summary(self, command: str = "") -> dict[str, Any]:
         best = self.best.measurement if self.best else None

@@ -173,7 +173,7 @@ def load_graph(
 
     dims = {}
     for text in dim or []:
-        name, value = _split(text, "--dim", "INPUT=N")
+        name, value = split(text, "--dim", "INPUT=N")
         if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
             raise UsageError(f"--dim {text}: {value!r} is not a positive whole number")
         dims[name] = int(value)
@@ -200,7 +200,7 @@ def load_problem(
         scopes=scope_rules(group_by, graph),
         target_groups=groups,
         constraints=Constraints(
-            pins=tuple(_split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
+            pins=tuple(split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
             forbidden_devices=tuple(forbid or ()),
             together=tuple(together or ()),
         ),
@@ -217,10 +217,10 @@ def scope_rules(group_by: list[str] | None, graph: Graph) -> tuple[ScopeRule, ..
 
 
 def _rules(group_by: list[str] | None) -> tuple[ScopeRule, ...]:
-    return tuple(ScopeRule(*_split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
+    return tuple(ScopeRule(*split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
 
 
-def _split(text: str, option: str, form: str) -> tuple[str, str]:
+def split(text: str, option: str, form: str) -> tuple[str, str]:
     # At the last '=', because a regular expression may hold one and a device or label does not.
     left, equals, right = text.rpartition("=")
     if not (equals and left and right):
