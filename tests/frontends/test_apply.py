@@ -66,11 +66,11 @@ def training_graph() -> tuple[Any, str]:
 
 def scattered(problem: Problem, seed: int = 1) -> Result:
     """A result whose placement uses every device, so that nothing is right by accident."""
-    devices = np.random.default_rng(seed).integers(0, problem.num_devices, problem.num_groups)
+    drawn = np.random.default_rng(seed).integers(0, problem.num_devices, problem.num_groups)
     from placewright import Measurement, Outcome, Trial
 
     trial = Trial(
-        placement=Placement.of(problem, devices),
+        placement=Placement.of(problem, drawn.tolist()),
         measurement=Measurement(outcome=Outcome.OK, step_seconds=(1.0,)),
         placer="scattered",
     )
@@ -210,7 +210,7 @@ class Net(tf.Module):  # type: ignore[misc]
         self.first = tf.Variable(tf.ones([4, 4]), name="first")
         self.second = tf.Variable(tf.ones([4, 4]) * 0.5, name="second")
 
-    @tf.function(input_signature=[tf.TensorSpec([2, 4], name="x")])
+    @tf.function(input_signature=[tf.TensorSpec([2, 4], name="x")])  # type: ignore[untyped-decorator]
     def __call__(self, x: Any) -> Any:
         left = tf.nn.relu(tf.matmul(x, self.first, name="left"))
         right = tf.nn.relu(tf.matmul(x, self.second, name="right"))

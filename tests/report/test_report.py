@@ -225,7 +225,7 @@ def test_bars_merge_until_they_are_few() -> None:
 
 def test_memory_is_thinned_without_losing_the_peak() -> None:
     problem = make_problem(layered_graph(4000, 20), Cluster.load("k80x2"), target_groups=40)
-    placement = Placement.of(problem, np.arange(40) % 2 + 1)
+    placement = Placement.of(problem, [i % 2 + 1 for i in range(40)])
     timeline = Simulator(problem).timeline(placement)
     for device, (seconds, sizes) in enumerate(analysis.memory_curves(timeline)):
         assert len(seconds) == len(sizes) <= 2 * analysis.MOST_MEMORY_POINTS

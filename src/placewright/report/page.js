@@ -331,7 +331,7 @@ const graphs = () => {
   const input = el("input", {type: "search", id: "search-ops", placeholder: "Search ops and groups", "aria-label": "Search ops and groups"});
   const found = el("div", {class: "count", id: "search-count"}), list = el("ul", {class: "list", id: "op-list"});
   const detail = el("div", {class: "detail", id: "group-detail"});
-  explorer.append(el("aside", {}, input, found, detail, list));
+  explorer.append(el("aside", {}, input, detail, found, list));
   const show = (view, group, ops) => {
     const g = view.run.graph, members = [];
     ops.group.forEach((k, op) => { if (k === group) members.push(op); });
