@@ -194,18 +194,19 @@ def load_problem(
     together: list[str] | None = None,
     costs: list[str] | None = None,
 ) -> Problem:
-    return make_problem(
-        graph,
-        cluster,
-        scopes=scope_rules(group_by, graph),
-        target_groups=groups,
-        constraints=Constraints(
-            pins=tuple(split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
-            forbidden_devices=tuple(forbid or ()),
-            together=tuple(together or ()),
-        ),
-        tables=[Costs.load(path, graph) for path in costs or []],
-    )
+    with status("grouping its ops ..."):
+        return make_problem(
+            graph,
+            cluster,
+            scopes=scope_rules(group_by, graph),
+            target_groups=groups,
+            constraints=Constraints(
+                pins=tuple(split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
+                forbidden_devices=tuple(forbid or ()),
+                together=tuple(together or ()),
+            ),
+            tables=[Costs.load(path, graph) for path in costs or []],
+        )
 
 
 def scope_rules(group_by: list[str] | None, graph: Graph) -> tuple[ScopeRule, ...]:

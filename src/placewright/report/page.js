@@ -224,7 +224,7 @@ const progress = () => {
 const learning = () => {
   if (!RUNS.some(run => run.metrics.length)) return;
   linked("learning", "Learning");
-  const {node} = section("learning", "The learned placer", "Reward (less is better: the square root of the step time), entropy of the policy and share of the placements that failed, at each update.");
+  const {node} = section("learning", "The learned placer", "Reward (minus the square root of the step time: higher is better), entropy of the policy and share of the placements that failed, at each update.");
   plot(node, 300, () => {
     const data = [], parts = [["reward_mean", "reward"], ["entropy", "entropy"], ["failure_share", "share that failed"]];
     RUNS.forEach((run, i) => run.metrics.forEach((line, k) => parts.forEach(([key], p) => data.push({
@@ -238,6 +238,7 @@ const learning = () => {
       axes["xaxis" + (p + 1)] = {domain: [left, left + 0.29], title: {text: "update"}, anchor: "y" + (p + 1)};
       axes["yaxis" + (p + 1)] = {anchor: "x" + (p + 1), title: {text: title}};
     });
+    Object.assign(axes.yaxis3, {range: [0, 1], tickformat: ".0%"});
     return {data, showlegend: true, legend: {orientation: "h", y: -0.3}, ...axes};
   });
 };

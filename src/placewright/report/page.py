@@ -267,7 +267,7 @@ def _overall(run: Run) -> list[list[float]]:
 def _metrics(run: Run) -> list[dict[str, Any]]:
     by_placer: dict[str, list[Any]] = defaultdict(list)
     for record in run.metrics:
-        by_placer[record["placer"]].append(record)
+        by_placer[str(record["placer"])].append(record)
     result = []
     for placer, records in by_placer.items():
         records = records[:: math.ceil(len(records) / 1000)]
@@ -275,7 +275,8 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
             {
                 "placer": placer,
                 **{
-                    key: [None if r[key] is None else _short(r[key]) for r in records]
+                    # A mean over nothing is missing.
+                    key: [_short(r[key]) if key in r else None for r in records]
                     for key in ("update", "reward_mean", "entropy", "failure_share")
                 },
             }

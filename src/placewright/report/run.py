@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,10 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json
 from placewright.journal import Progression, read_progression
 from placewright.measurement import Measurement, Outcome, Trial
+from placewright.metrics import read_metrics
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.simulator import Simulator, Timeline, lower_bounds
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,7 +104,7 @@ def read_run(directory: str | Path) -> Run:
         problem=problem,
         summary=summary,
         progression=progression,
-        metrics=_metrics(folder / "metrics.jsonl"),
+        metrics=tuple(read_metrics(folder)),
         best=_best(folder, problem, progression, summary),
     )
 
@@ -195,48 +191,10 @@ def _summary_of(problem: Problem, progression: Progression) -> dict[str, Any]:
     }
 
 
-_METRICS = ("update", "reward_mean", "entropy", "failure_share")
-
-
-def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """One object a line; lines that are torn or lack a number are left out, with a warning."""
-    if not path.is_file():
-        return ()
-    result, dropped = [], 0
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as fault:
-        raise ReportError(f"{path}: cannot be read: {fault.strerror}") from None
-    for line in lines:
-        try:
-            record = json.loads(line)
-            numbers = {key: _number(record.get(key)) for key in _METRICS}
-        except (ValueError, AttributeError, TypeError):
-            dropped += 1
-            continue
-        if numbers["update"] is None:
-            dropped += 1
-            continue
-        result.append({**numbers, "placer": str(record.get("placer", "learned"))})
-    if dropped:
-        logger.warning("%s: left out %d lines that cannot be read", path, dropped)
-    return tuple(result)
-
-
-def _number(value: object) -> float | None:
-    """None for what JSON or a chart cannot show."""
-    if value is None:
-        return None
-    number = float(value)  # type: ignore[arg-type]
-    return number if math.isfinite(number) else None
-
-
 def read_runs(directories: list[str]) -> list[Run]:
     """Several runs, with names that differ."""
     runs = [read_run(directory) for directory in directories]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
-        from dataclasses import replace
-
         runs = [replace(run, name=d) for run, d in zip(runs, directories, strict=True)]
     return runs
