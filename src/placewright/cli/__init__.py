@@ -13,7 +13,6 @@ from rich.logging import RichHandler
 from placewright._version import VERSION
 from placewright.cli import apply, common, inspect, place, report, simulate, train
 from placewright.cli.common import Verbosity, errors
-from placewright.cli.common import Verbosity, errors
 from placewright.errors import PlacewrightError
 
 app = typer.Typer(
