@@ -263,6 +263,44 @@ def test_saved_model_in_saved_model_out(tmp_path: Path, cluster: Cluster) -> Non
     )  # fmt: skip
 
 
+class Shared(tf.Module):  # type: ignore[misc]
+    """Calls one function for two variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = tf.Variable(tf.ones([4, 4]), name="first")
+        self.second = tf.Variable(tf.ones([4, 4]), name="second")
+
+    @tf.function(input_signature=[tf.TensorSpec([2, 4], name="x")])  # type: ignore[untyped-decorator]
+    def __call__(self, x: Any) -> Any:
+        return {"out": _layer(_layer(x, self.first), self.second)}
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def _layer(x: Any, weights: Any) -> Any:
+    return tf.nn.relu(tf.matmul(x, weights))
+
+
+def test_a_function_called_twice_has_one_device(
+    tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Shared()
+    tf.saved_model.save(net, str(tmp_path / "model"), signatures=net.__call__)
+    placed = {
+        op: "/device:CPU:2" if "second" in op or "Call_1/" in op else "/device:CPU:1"
+        for op in load(str(tmp_path / "model")).op_names
+    }
+    apply_to_file(tmp_path / "model", placed, tmp_path / "placed")
+    assert "functions that are called several times" in caplog.text
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": DEVICES}, allow_soft_placement=False)
+    with tf.compat.v1.Session(graph=tf.Graph(), config=config) as session:
+        meta = tf.compat.v1.saved_model.load(session, ["serve"], str(tmp_path / "placed"))
+        signature = meta.signature_def["serving_default"]
+        feeds = {signature.inputs["x"].name: np.ones([2, 4], np.float32)}
+        out = session.run(signature.outputs["out"].name, feeds)
+    np.testing.assert_allclose(out, net(tf.ones([2, 4]))["out"])
+
+
 FUNCTION = """
 import numpy as np, tensorflow as tf, sys
 tf.config.set_logical_device_configuration(

@@ -40,11 +40,12 @@ def report(
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     what_if: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="TIME", help="How long to search for each what-if; 0 leaves them out."
+            metavar="TIME",
+            help="How long to search for each what-if, up to 3s if not given; 0 for none of them.",
         ),
-    ] = "3s",
+    ] = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Write a run, or two side by side, as one HTML page that works offline.
@@ -69,14 +70,14 @@ def report(
         common.errors.print("no browser could be started; open the file in one")
 
 
-def _what_if_budget(text: str) -> Budget | None:
-    from placewright.report import WHAT_IF_TRIALS
+def _what_if_budget(text: str | None) -> Budget | None:
+    from placewright.report import WHAT_IF_SECONDS, WHAT_IF_TRIALS
     from placewright.search import Budget, parse_duration
 
+    if text is None:
+        return Budget(seconds=WHAT_IF_SECONDS, trials=WHAT_IF_TRIALS)
     seconds = parse_duration(text)
-    if seconds == 0:
-        return None
-    return Budget(seconds=seconds, trials=WHAT_IF_TRIALS)
+    return Budget(seconds=seconds) if seconds else None
 
 
 def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) -> None:

@@ -166,6 +166,12 @@ def _bodies(graph_def: GraphDef, placed: Placed) -> _Bodies:
 
     visit(graph_def.node, "", "", 0)
     split = {key: votes for key, votes in result.votes.items() if len(votes) > 1}
+    for function, name in list(split):
+        if _takes_handles(functions[function], name):
+            # It has to be where the variable is, another one in each call; without a device
+            # TensorFlow sees to that.
+            del result.votes[function, name]
+            del split[function, name]
     if split:
         (function, node), votes = next(iter(split.items()))
         log.warning(
@@ -174,6 +180,14 @@ def _bodies(graph_def: GraphDef, placed: Placed) -> _Bodies:
             len(split), node, function, ", ".join(sorted(votes)),
         )  # fmt: skip
     return result
+
+
+def _takes_handles(function: Any, name: str) -> bool:
+    """Whether a node of a function works on a variable that is handed to it."""
+    resource = tf.resource.as_datatype_enum
+    handles = {arg.name for arg in function.signature.input_arg if arg.type == resource}
+    node = next(node for node in function.node_def if node.name == name)
+    return any(parse_input(text)[0] in handles for text in node.input)
 
 
 _BRANCHES = {"then_branch": "then/", "else_branch": "else/", "cond": "cond/", "body": "body/"}
