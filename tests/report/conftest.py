@@ -5,7 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from placewright import Cluster, Edge, Graph, Op, Problem, Tensor, make_problem, place
+from placewright import (
+    Cluster,
+    Edge,
+    Graph,
+    Op,
+    Outcome,
+    Placement,
+    Problem,
+    SimulatedEvaluator,
+    Tensor,
+    Trial,
+    make_problem,
+    place,
+)  # fmt: skip
+from placewright.journal import Journal
 
 EVIL = '</script><script>document.title="stolen"</script><img src=x onerror=alert(1)>'
 """A name that becomes part of a page if it is not escaped."""
@@ -55,4 +69,26 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory, problem: Problem) ->
     ]  # fmt: skip
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + '{"update": 20, "torn')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run killed after it had tried one placement: two variables, each as large as a device can
+    hold, on one device."""
+    ops = [
+        Op(name=f"weights{i}", type="Var", param_bytes=9 * 10**9, outputs=(Tensor(10),))
+        for i in (0, 1)
+    ]
+    ops.append(Op(name="sum", type="Add", outputs=(Tensor(8),)))
+    graph = Graph.from_ops("too large", ops, [Edge("weights0", "sum"), Edge("weights1", "sum")])
+    problem = make_problem(graph, Cluster.load("k80x2"), target_groups=3)
+    placement = Placement.of(problem, [1] * problem.num_groups)
+    (measurement,) = SimulatedEvaluator(problem).evaluate([placement])
+    assert measurement.outcome is Outcome.OUT_OF_MEMORY
+    folder = tmp_path_factory.mktemp("report") / "failed"
+    folder.mkdir()
+    problem.save(folder / "problem.json.gz")
+    with Journal(folder / "journal.jsonl", problem) as journal:
+        journal.append([Trial(placement=placement, measurement=measurement, placer="mine")])
     return folder

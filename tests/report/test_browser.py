@@ -211,6 +211,20 @@ def test_two_runs_side_by_side(
     opened.page.close()
 
 
+@pytest.mark.parametrize("with_a_good_one", [False, True])
+def test_a_run_in_which_nothing_ran(
+    browser: Any, failed_run: Path, run_directory: Path, tmp_path: Path, with_a_good_one: bool
+) -> None:
+    runs = [failed_run, run_directory] if with_a_good_one else [failed_run]
+    opened = Opened(browser, write_report(runs, tmp_path / "r.html", what_if=SHORT))
+    assert opened.page.locator("h1").first.inner_text() == "Nothing ran"
+    assert "out of memory" in opened.page.locator("#methods").inner_text()
+    assert opened.page.locator("#graph-0 .main-svg").count() > 0  # of the placement that failed
+    assert opened.page.locator("#memory-0 .main-svg").count() > 0
+    opened.check_quiet()
+    opened.page.close()
+
+
 def test_a_large_run_stays_small_and_works(browser: Any, tmp_path: Path) -> None:
     graph = layered_graph(30_000, 60)
     problem = make_problem(graph, Cluster.load("k80x4"), target_groups=300)

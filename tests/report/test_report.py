@@ -66,35 +66,13 @@ def test_explanation_names_devices_parallelism_and_transfers(run_directory: Path
     assert "transfer" in sections["What is sent"][0]
 
 
-def test_explanation_of_what_does_not_fit(tmp_path: Path) -> None:
-    """Two variables, each of which fits a device, and which must be together."""
-    ops = [
-        Op(name=f"weights{i}", type="Var", param_bytes=9 * 10**9, outputs=(Tensor(10),))
-        for i in (0, 1)
-    ]
-    ops.append(Op(name="sum", type="Add", outputs=(Tensor(8),)))
-    graph = Graph.from_ops("too large", ops, [Edge("weights0", "sum"), Edge("weights1", "sum")])
-    problem = make_problem(graph, Cluster.load("k80x2"), target_groups=3)
-    folder = tmp_path / "out"
-    # Both on one GPU: journalled as the only thing tried.
-    from placewright import Measurement, Outcome, Trial
-    from placewright.evaluators.simulated import SimulatedEvaluator
-    from placewright.journal import Journal
-
-    placement = Placement.of(problem, [1] * problem.num_groups)
-    (measurement,) = SimulatedEvaluator(problem).evaluate([placement])
-    assert isinstance(measurement, Measurement)
-    assert measurement.outcome is Outcome.OUT_OF_MEMORY
-    folder.mkdir()
-    problem.save(folder / "problem.json.gz")
-    with Journal(folder / "journal.jsonl", problem) as journal:
-        journal.append([Trial(placement=placement, measurement=measurement, placer="mine")])
-    run = read_run(folder)
+def test_explanation_of_what_does_not_fit(failed_run: Path) -> None:
+    run = read_run(failed_run)
     assert not run.ok
     text = "\n".join(line for section in explain(run) for line in section.lines)
-    assert "None of the 1 placement tried" in text
+    assert "No placement of too large on k80x2 ran; 1 placement tried." in text
     assert "gpu:0 would need 18 GB of 12 GB: 18 GB of variables" in text
-    data = embedded(write_report(folder, what_if=SHORT))["runs"][0]
+    data = embedded(write_report(failed_run, what_if=SHORT))["runs"][0]
     assert data["step"] is None
     assert data["whatIfs"] == []
     assert data["memory"]

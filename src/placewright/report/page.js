@@ -103,6 +103,8 @@ const switcher = (head, names, choose) => {
 };
 const legend = (run, extra = []) => el("div", {class: "legend"},
   ...run.devices.map((d, i) => el("span", {}, el("i", {style: `background:${colours(run)[i]}`}), d.name)), ...extra);
+/* Two machines with the same devices share a legend. */
+const SAME = RUNS.every(run => run.devices.map(d => d.name).join("\n") === RUNS[0].devices.map(d => d.name).join("\n"));
 const each = (parent, make) => {
   if (!TWO) { make(RUNS[0], parent, 0); return; }
   const pair = el("div", {class: "pair"});
@@ -158,12 +160,12 @@ const comparison = () => {
 /* --- methods and progress ------------------------------------------------------------------- */
 const methods = () => {
   linked("methods", "Methods");
-  const {node} = section("methods", "Every method", "Step time of the best placement each one found. The dashed line is a lower bound that no placement can beat.");
+  const {node} = section("methods", "Every method", RUNS.some(run => run.step !== null) ? "Step time of the best placement each one found. The dashed line is a lower bound that no placement can beat." : "None found a placement that runs.");
   const ran = run => run.methods.filter(m => m.seconds !== null);
   const names = [...new Set(RUNS.flatMap(run => ran(run).map(m => m.method)))];
   const time = name => Math.min(...RUNS.flatMap(r => ran(r).filter(m => m.method === name).map(m => m.seconds)));
   names.sort((a, b) => time(a) - time(b));
-  plot(node, 60 + (TWO ? 44 : 31) * names.length, () => {
+  if (names.length) plot(node, 60 + (TWO ? 44 : 31) * names.length, () => {
     const most = Math.max(...RUNS.flatMap(r => ran(r).map(m => m.seconds)), 1e-12);
     const [scale, unit] = timeUnit(most);
     const data = RUNS.map((run, i) => {
@@ -199,7 +201,7 @@ const progress = () => {
   const chart = plot(node, 340, () => {
     const data = [];
     RUNS.forEach((run, i) => {
-      const lines = TWO ? [{placer: run.name, points: run.overall}] : run.progress;
+      const lines = TWO ? [{placer: run.name, points: run.overall}].filter(line => line.points.length) : run.progress;
       /* Methods that search are lines and get the clearest colours; the others are points. */
       const order = [...lines].sort((a, b) => b.points.length - a.points.length);
       for (const line of lines) {
@@ -260,7 +262,8 @@ const graphs = () => {
   const {node, head} = section("graph", "What sits where", "Groups from input to output, larger ones take longer. Coloured lines cross devices. Drag to move, Ctrl + wheel to zoom, double-click to see all.");
   let lanes = false;
   switcher(head, ["by structure", "by device"], choice => { lanes = choice === 1; redraw(); });
-  node.append(legend(RUNS[0], [el("span", {}, el("i", {class: "wire"}), "stays on its device")]));
+  const wire = () => [el("span", {}, el("i", {class: "wire"}), "stays on its device")];
+  if (SAME) node.append(legend(RUNS[0], wire()));
   const explorer = el("div", {class: "explorer"});
   const plots = el("div");
   node.append(explorer);
@@ -268,6 +271,7 @@ const graphs = () => {
   const views = [];
   each(plots, (run, parent, i) => {
     if (!run.graph) { parent.append(el("p", {class: "note"}, "No placement to show.")); return; }
+    if (!SAME) parent.append(legend(run, wire()));
     const g = run.graph, hues = colours(run), ops = D.graphs[g.ops];
     const view = {run, matches: null, selected: -1};
     const layers = Math.max(...g.layer) + 1;
@@ -385,13 +389,15 @@ const timelines = () => {
   if (!RUNS.some(run => run.gantt)) return;
   linked("timeline", "Timeline");
   const {node} = section("timeline", "One step, moment by moment", "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
-  node.append(legend(RUNS[0], [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")]));
+  const path = () => [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")];
+  if (SAME) node.append(legend(RUNS[0], path()));
   const longest = Math.max(...RUNS.map(run => run.gantt ? run.gantt.step : 0));
   const [scale, unit] = timeUnit(longest);
   const boxes = [];
   RUNS.forEach((run, i) => {
     if (!run.gantt) return;
     if (TWO) node.append(el("h3", {}, run.name));
+    if (!SAME) node.append(legend(run, path()));
     const t = run.gantt, hues = colours(run), D_ = run.devices.length;
     const box = plot(node, 70 + 27 * t.rows.length, () => {
       const data = [];
@@ -447,7 +453,7 @@ const timelines = () => {
 
 /* --- load and what next --------------------------------------------------------------------- */
 const loads = () => {
-  const sets = TWO ? RUNS.filter(r => r.load).map((run, i) => [run.name, run.load, i])
+  const sets = TWO ? RUNS.map((run, i) => [run.name, run.load, i]).filter(set => set[1])
     : RUNS[0].load ? [["this placement", RUNS[0].load, 0], ...(RUNS[0].expertLoad ? [["expert", RUNS[0].expertLoad, 1]] : [])] : [];
   if (!sets.length) return;
   linked("load", "Load");

@@ -386,6 +386,7 @@ def _bar(bar: analysis.Bar) -> list[float]:
 
 def _comparison(a: Run, b: Run) -> dict[str, Any]:
     rows = []
+    comparable = a.problem.graph.fingerprint == b.problem.graph.fingerprint
 
     def add(
         label: str, values: Sequence[float | None], show: Callable[[float], str], less: int
@@ -393,7 +394,7 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
         """`less` is 1 where less is better, -1 where more is, 0 where neither."""
         first, second = values
         difference, better = "", 0
-        if first and second is not None and first != second:
+        if comparable and first and second is not None and first != second:
             change = second / first - 1
             difference = f"{change:+.1%}" if abs(change) < 10 else f"{second / first:.0f}{_TIMES}"
             better = -less if change > 0 else less

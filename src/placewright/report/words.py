@@ -92,7 +92,7 @@ def answer(run: Run) -> str:
     names = run.problem.cluster.device_names
     where = f"{run.problem.graph.name} on {run.problem.cluster.name}"
     if not run.ok or run.best is None:
-        return f"None of the {plural(run.summary['trials'], 'placement')} tried of {where} ran."
+        return f"No placement of {where} ran; {plural(run.summary['trials'], 'placement')} tried."
     step = run.best.measurement.mean_seconds
     text = f"One step of {where} takes {seconds_text(step)}"
     by_method = {row["method"]: row for row in comparisons(run)}
