@@ -103,6 +103,22 @@ def test_a_result_saved_without_a_journal(problem: Problem, tmp_path: Path) -> N
     assert data["progress"] == []
 
 
+def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> None:
+    for name in ("problem.json.gz", "journal.jsonl", "placement.json"):
+        (tmp_path / name).write_bytes((run_directory / name).read_bytes())
+    summary = json.loads((run_directory / "summary.json").read_text())
+    measured = {"measured": True, "step_seconds": 0.05, "lower_bound_seconds": 0.0}
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, **measured}))
+    run = read_run(tmp_path)
+    assert run.best is not None
+    assert run.best.measurement.mean_seconds == 0.05  # not the journal's
+    assert "50.0 ms" in answer(run)
+    assert "left to gain" not in answer(run)
+    data = embedded(write_report(tmp_path, what_if=None))["runs"][0]
+    assert data["measured"]
+    assert all(tile["label"] != "left to gain" for tile in data["tiles"])
+
+
 def test_directories_that_hold_no_run(
     run_directory: Path, problem: Problem, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import webbrowser
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.padding import Padding
 
 from placewright.cli import common
 
@@ -97,14 +98,13 @@ def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) ->
     for title, lines in sections:
         common.console.print(f"[bold]{common.escaped(title)}[/bold]")
         for line in lines:
-            common.console.print(f"  {common.escaped(line)}", soft_wrap=not _wraps())
+            text = common.escaped(line)
+            if common.console.is_terminal:
+                common.console.print(Padding(text, (0, 0, 0, 2)))
+            else:  # other programs get lines that are whole
+                common.console.print(f"  {text}", soft_wrap=True)
     if not run.ok:
         raise typer.Exit(1)
-
-
-def _wraps() -> bool:
-    """Lines are wrapped for people, and left whole for other programs."""
-    return common.console.is_terminal
 
 
 def write_beside(directory: str, result: Result) -> str:

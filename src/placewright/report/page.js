@@ -138,7 +138,7 @@ const answer = () => {
     if (TWO) eyebrow.append(el("i", {style: `background:${i ? "var(--second)" : "var(--accent)"}`}), run.name + " · ");
     eyebrow.append(`${run.model} on ${run.cluster}`);
     const headline = run.step === null ? el("h1", {}, "Nothing ran")
-      : el("h1", {}, seconds(run.step), el("small", {}, " per step" + (run.simulated ? ", simulated" : ", measured")));
+      : el("h1", {}, seconds(run.step), el("small", {}, " per step" + (run.measured ? ", measured" : ", simulated")));
     heroes.append(el("div", {class: "hero"}, eyebrow, headline, el("p", {class: "answer"}, run.answer),
       el("div", {class: "tiles"}, ...run.tiles.map(t =>
         el("div", {class: "tile"}, el("b", {}, t.value), el("span", {}, t.label), el("em", {}, t.note))))));
@@ -160,7 +160,7 @@ const comparison = () => {
 /* --- methods and progress ------------------------------------------------------------------- */
 const methods = () => {
   linked("methods", "Methods");
-  const {node} = section("methods", "Every method", RUNS.some(run => run.step !== null) ? "Step time of the best placement each one found. The dashed line is a lower bound that no placement can beat." : "None found a placement that runs.");
+  const {node} = section("methods", "Every method", RUNS.some(run => run.step !== null) ? "Step time of the best placement each one found." + (RUNS.some(run => run.bound > 0) ? " The dashed line is a lower bound that no placement can beat." : "") : "None found a placement that runs.");
   const ran = run => run.methods.filter(m => m.seconds !== null);
   const names = [...new Set(RUNS.flatMap(run => ran(run).map(m => m.method)))];
   const time = name => Math.min(...RUNS.flatMap(r => ran(r).filter(m => m.method === name).map(m => m.seconds)));
@@ -180,7 +180,7 @@ const methods = () => {
         hovertemplate: "%{customdata}" + ALSO,
       };
     });
-    const shapes = RUNS.map((run, i) => ({type: "line", x0: run.bound * scale, x1: run.bound * scale, yref: "paper", y0: 0, y1: 1,
+    const shapes = RUNS.map((run, i) => ({visible: run.bound > 0, type: "line", x0: run.bound * scale, x1: run.bound * scale, yref: "paper", y0: 0, y1: 1,
       line: {color: TWO ? runColour(i) : css("--ink"), width: 1.2, dash: "dot"}}));
     return {data, shapes, barmode: "group", bargap: 0.32, margin: {l: 8, r: 110, t: 8, b: 8},
       xaxis: {title: {text: `time of one step (${unit})`}, rangemode: "tozero", fixedrange: true},
@@ -388,7 +388,7 @@ const afterwards = [];
 const timelines = () => {
   if (!RUNS.some(run => run.gantt)) return;
   linked("timeline", "Timeline");
-  const {node} = section("timeline", "One step, moment by moment", "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
+  const {node} = section("timeline", "One step, moment by moment", (RUNS.some(run => run.measured) ? "As simulated, also where step times were measured. " : "") + "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
   const path = () => [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")];
   if (SAME) node.append(legend(RUNS[0], path()));
   const longest = Math.max(...RUNS.map(run => run.gantt ? run.gantt.step : 0));

@@ -111,8 +111,7 @@ def _run(
         "cluster": problem.cluster.name,
         "answer": words.answer(run),
         "step": step,
-        "simulated": step is None
-        or (timeline is not None and math.isclose(step, timeline.step_seconds, rel_tol=1e-6)),
+        "measured": run.measured,
         "bound": summary["lower_bound_seconds"],
         "single": single["step_seconds"] if single else None,
         "tiles": _tiles(run),
@@ -196,7 +195,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         note = f"{row['method']}, {words.seconds_text(row['step_seconds'])}"
         tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the best other baseline", note))
     bound = summary["lower_bound_seconds"]
-    if step is not None:
+    if step is not None and bound > 0:
         gap = max(0.0, 1 - bound / step)
         note = f"lower bound {words.seconds_text(bound)}"
         value = "optimal" if gap < 1e-6 else f"≤ {gap:.0%}"
@@ -404,7 +403,12 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
     both = (a, b)
     steps = [r.best.measurement.mean_seconds if r.ok and r.best else None for r in both]
     add("step time", steps, words.seconds_text, 1)
-    add("lower bound", [r.summary["lower_bound_seconds"] for r in both], words.seconds_text, 0)
+    add(
+        "lower bound",
+        [r.summary["lower_bound_seconds"] or None for r in both],
+        words.seconds_text,
+        0,
+    )
     times = [r.timeline for r in both]
     add(
         "devices that compute",

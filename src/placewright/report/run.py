@@ -42,6 +42,11 @@ class Run:
     def ok(self) -> bool:
         return self.best is not None and self.best.measurement.ok
 
+    @property
+    def measured(self) -> bool:
+        """Whether the step times are of real runs; timelines are simulated all the same."""
+        return bool(self.summary.get("measured", False))
+
     @cached_property
     def simulator(self) -> Simulator:
         return Simulator(self.problem)
@@ -115,22 +120,25 @@ def _best(
     progression: Progression | None,
     summary: Mapping[str, Any],
 ) -> Trial | None:
-    found: list[Trial] = []
-    if progression is not None:
-        found = [steps[-1].trial for steps in progression.improvements.values() if steps]
-        found += [
-            trial
-            for trial in progression.failures.values()
-            if trial.measurement.outcome is Outcome.OUT_OF_MEMORY
-        ]
-    elif (folder / "placement.json").is_file() and summary["step_seconds"] is not None:
-        placement = Placement.load(folder / "placement.json", problem)
-        measurement = Measurement(
-            outcome=Outcome.OK,
-            step_seconds=(float(summary["step_seconds"]),),
-            peak_bytes=tuple(summary["peak_bytes"] or ()),
+    # What the run itself took for best: of measured times it may have pooled several trials.
+    if (folder / "placement.json").is_file() and summary["step_seconds"] is not None:
+        return Trial(
+            placement=Placement.load(folder / "placement.json", problem),
+            measurement=Measurement(
+                outcome=Outcome.OK,
+                step_seconds=(float(summary["step_seconds"]),),
+                peak_bytes=tuple(summary["peak_bytes"] or ()),
+            ),
+            placer=str(summary["method"]),
         )
-        found = [Trial(placement=placement, measurement=measurement, placer=str(summary["method"]))]
+    if progression is None:
+        return None
+    found = [steps[-1].trial for steps in progression.improvements.values() if steps]
+    found += [
+        trial
+        for trial in progression.failures.values()
+        if trial.measurement.outcome is Outcome.OUT_OF_MEMORY
+    ]
     return min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
 
 

@@ -107,7 +107,9 @@ def answer(run: Run) -> str:
     if parts:
         text += f": {listed(parts)}"
     bound = run.summary["lower_bound_seconds"]
-    if bound >= step * (1 - 1e-6):
+    if bound <= 0:
+        pass  # nothing is proven of times that were measured
+    elif bound >= step * (1 - 1e-6):
         text += "; that is proven to be optimal in the simulator"
     else:
         text += (
