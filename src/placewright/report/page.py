@@ -64,7 +64,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise MissingExtraError("the report", "report") from None
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 6, mtime=0)).decode()
 
 
 def _plotly_version() -> str:
