@@ -86,6 +86,16 @@ def test_every_panel_is_there_and_nothing_is_complained_about(opened: Opened) ->
     opened.check_quiet()
 
 
+def test_nothing_offers_to_send_the_data_away(opened: Opened) -> None:
+    titles = opened.page.evaluate(
+        "[...document.querySelectorAll('.modebar-btn')].map(button => button.dataset.title)"
+    )
+    assert "Zoom in" in titles
+    known = {"Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"}
+    assert set(titles) <= known
+    assert opened.page.locator("a:not([href^='#'])").count() == 0
+
+
 def test_names_are_text(opened: Opened) -> None:
     assert opened.page.title() == "two branches on k80x2 - Placewright"
     assert opened.page.locator("img").count() == 0

@@ -70,8 +70,9 @@ const layout = more => {
   }
   return result;
 };
-const config = {displaylogo: false, responsive: true, doubleClick: "reset",
-                modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"]};
+/* Nothing leaves the page: Plotly's button that uploads a chart is taken out. */
+const config = {displaylogo: false, responsive: true, doubleClick: "reset", showSendToCloud: false, plotlyServerURL: "",
+                modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud"]};
 const plot = (parent, height, draw, more = {}) => {
   const box = el("div", {style: `height:${height}px`});
   parent.append(box);
