@@ -231,6 +231,9 @@ def test_saved_model_in_saved_model_out(tmp_path: Path, cluster: Cluster) -> Non
         "apply", tmp_path / "model", tmp_path / "out" / "placement.json", "-o", tmp_path / "placed"
     )
     assert load(str(tmp_path / "placed")).fingerprint == before.fingerprint
+    files = [tmp_path / name / "saved_model.pb" for name in ("model", "placed")]
+    assert files[0].read_bytes() != files[1].read_bytes()
+    assert without_devices(files[0].read_bytes()) == without_devices(files[1].read_bytes())
     names = {path.name for path in (tmp_path / "placed").iterdir()}
     assert names == {"saved_model.pb", "variables", "assets"}
 
@@ -261,6 +264,21 @@ def test_saved_model_in_saved_model_out(tmp_path: Path, cluster: Cluster) -> Non
         "apply", tmp_path / "model", tmp_path / "out" / "placement.json", "-o", tmp_path / "placed",
         code=2,
     )  # fmt: skip
+
+
+def without_devices(saved_model: bytes) -> bytes:
+    """The bytes of a SavedModel with the device fields of all nodes, also in functions, cut out."""
+
+    def node(part: bytes) -> bytes:
+        return b"".join(part[start:end] for n, _, start, _, end in wire._fields(part) if n != 4)
+
+    def function(part: bytes) -> bytes:
+        return wire._edited(part, {3: node})
+
+    def graph(part: bytes) -> bytes:
+        return wire._edited(part, {1: node, 2: lambda p: wire._edited(p, {1: function})})
+
+    return wire._edited(saved_model, {2: lambda part: wire._edited(part, {2: graph})})
 
 
 class Shared(tf.Module):  # type: ignore[misc]
