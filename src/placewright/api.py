@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from placewright.placement import Placement
 from placewright.problem import Constraints, Problem, make_problem
 from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
 from placewright.simulator import Simulator, lower_bounds
+
+PROBLEM_FILE = "problem.json.gz"
+"""The whole problem: some 300 kB for 12,000 ops, a twentieth of the JSON in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,22 @@ class Result:
             for op, device in zip(self.problem.graph.op_names, devices, strict=True)
         }
 
+    def apply(self, target: Any, devices: Mapping[str, str] | None = None) -> Any:
+        """Puts the best placement into a TensorFlow graph that the problem was made from.
+
+        Args:
+            target: a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of which a copy is
+                returned; or a `tf.function` or ConcreteFunction, for which a new ConcreteFunction
+                is returned that works on the same variables.
+            devices: TensorFlow's names of the cluster's devices, where they are not `/device:GPU:0`
+                for `gpu:0` and the like.
+        """
+        from placewright.frontends.tensorflow.apply import apply_to_object, tensorflow_devices
+
+        placed = self.placement_by_op()
+        names = tensorflow_devices(sorted(set(placed.values())), devices)
+        return apply_to_object(target, {op: names[device] for op, device in placed.items()})
+
     def summary(self, command: str = "") -> dict[str, Any]:
         best = self.best.measurement if self.best else None
         return {
@@ -127,11 +146,13 @@ class Result:
         }
 
     def save(self, directory: str | Path, command: str = "") -> None:
-        """Writes `placement.json`, `trace.json` and `summary.json` (the journal is there already
-        when the search was given the directory)."""
+        """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
+        reports are made (the journal is there already when the search was given the directory)."""
         folder = Path(directory)
         check_directory(folder, self.problem)
         _make_directory(folder)
+        if not (folder / PROBLEM_FILE).exists():
+            self.problem.save(folder / PROBLEM_FILE)
         if self.best is not None:
             self.best.placement.save(folder / "placement.json", self.problem)
             timeline = Simulator(self.problem).timeline(self.best.placement)
@@ -234,6 +255,8 @@ def run(
         check_directory(Path(directory), problem)
         _make_directory(Path(directory))
         journal = Journal(Path(directory) / "journal.jsonl", problem)
+        # At the beginning, so that also a run that is killed can be looked at.
+        problem.save(Path(directory) / PROBLEM_FILE)
     try:
         progress = search(
             chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,

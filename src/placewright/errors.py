@@ -29,6 +29,10 @@ class LearningError(PlacewrightError):
     """A policy, a checkpoint or settings of a learned method that cannot be used."""
 
 
+class ReportError(PlacewrightError):
+    """A directory that holds no run to report on, or a report that cannot be written."""
+
+
 class WorkerError(PlacewrightError):
     """The measuring infrastructure itself broke (not the placement: that is an `Outcome`)."""
 

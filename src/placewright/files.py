@@ -1,10 +1,15 @@
-"""Reading and writing files so that a fault costs nothing: atomic writes, one-line errors."""
+"""Reading and writing files so that a fault costs nothing: atomic writes, one-line errors.
+
+Files whose name ends in `.gz` are compressed.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +19,16 @@ from placewright.errors import PlacewrightError
 def read_text(path: str | Path, error: type[PlacewrightError], *, what: str) -> str:
     """The text of a file, or `error` with one line that says why it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
+        text = (gzip.decompress(content) if _compressed(path) else content).decode()
     except FileNotFoundError:
         raise error(f"{path}: no such {what} file") from None
     except IsADirectoryError:
         raise error(f"{path}: is a directory, expected a {what} file") from None
     except UnicodeDecodeError as fault:
         raise error(f"{path}: not a text file (byte {fault.start}); is it a {what}?") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as fault:
+        raise error(f"{path}: damaged gzip file ({fault}); is it truncated?") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
     if not text.strip():
@@ -43,7 +51,10 @@ def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> 
 
 
 def write_text(path: str | Path, text: str, error: type[PlacewrightError]) -> None:
-    write_bytes(path, text.encode(), error)
+    content = text.encode()
+    if _compressed(path):
+        content = gzip.compress(content, 6, mtime=0)  # without the time, equal text is equal bytes
+    write_bytes(path, content, error)
 
 
 def write_bytes(path: str | Path, data: bytes, error: type[PlacewrightError]) -> None:
@@ -65,6 +76,10 @@ def write_bytes(path: str | Path, data: bytes, error: type[PlacewrightError]) ->
 
 def write_json(path: str | Path, document: Any, error: type[PlacewrightError]) -> None:
     write_text(path, json.dumps(document, allow_nan=False) + "\n", error)
+
+
+def _compressed(path: str | Path) -> bool:
+    return Path(path).suffix == ".gz"
 
 
 def _umask() -> int:

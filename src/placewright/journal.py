@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from placewright._version import VERSION
 from placewright.errors import PlacementError, SearchError
@@ -80,6 +84,72 @@ def read_trials(path: str | Path, problem: Problem) -> list[Trial]:
     except OSError as fault:
         raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
     return _parse(data, problem, Path(path))[0]
+
+
+class Improvement(NamedTuple):
+    """A trial that was better than all before it of the same placer."""
+
+    number: int
+    """Of the trial, counted over all placers from 1."""
+    trial: Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progression:
+    """How a search went, without the trials that led nowhere."""
+
+    trials: int
+    seconds: float
+    """When the last trial ended."""
+    improvements: Mapping[str, Sequence[Improvement]]
+    """Of each placer, in the order they first appear; empty for one none of whose trials ran."""
+    trials_of: Mapping[str, int]
+    """How many trials each placer made."""
+    failures: Mapping[str, Trial]
+    """The first failure of each placer that had one."""
+
+
+def read_progression(path: str | Path, problem: Problem) -> Progression:
+    """What a report needs of a journal: seconds for a hundred thousand trials, as only those that
+    improved on the ones before are looked at closely. A torn last line is left out."""
+    best: dict[str, float] = {}
+    found: dict[str, list[Improvement]] = {}
+    counts: Counter[str] = Counter()
+    failures: dict[str, Trial] = {}
+    number, seconds = 0, 0.0
+    try:
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+    except OSError as fault:
+        raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            placer = str(record["placer"])
+            times = record["measurement"].get("step_seconds", ())
+            mean = statistics.fmean(times) if times else math.inf
+            seconds = max(seconds, float(record["at_seconds"]))
+            counts[placer] += 1
+            improves = mean < best.get(placer, math.inf)
+            if improves or (not times and placer not in failures):
+                trial = _from_json(record, problem)
+                if improves:
+                    best[placer] = mean
+                    found.setdefault(placer, []).append(Improvement(number, trial))
+                else:
+                    failures[placer] = trial
+                    found.setdefault(placer, [])
+        except (PlacementError, KeyError, TypeError, ValueError, AttributeError) as fault:
+            if number == len(lines) and not line.endswith(b"\n"):
+                number -= 1
+                break
+            raise SearchError(f"{path}: line {number}: {fault}") from None
+    return Progression(
+        trials=number,
+        seconds=seconds,
+        improvements=found,
+        trials_of=dict(counts),
+        failures=failures,
+    )
 
 
 def _parse(data: bytes, problem: Problem, path: Path) -> tuple[list[Trial], int]:

@@ -52,9 +52,11 @@ class Placement:
         return hash((self.problem, self.devices.tobytes()))
 
     def save(self, path: str | Path, problem: Problem) -> None:
-        """Writes group and device names, so that the file can be read without the problem."""
+        """Writes group, op and device names, so that the file can be read, and applied to a model,
+        without the problem."""
         self.check(problem)
         names = problem.cluster.device_names
+        of_op = self.devices[problem.grouping.group_of].tolist()
         document = {
             "format": FORMAT,
             "problem": self.problem,
@@ -64,6 +66,9 @@ class Placement:
             "groups": {
                 group: names[device]
                 for group, device in zip(problem.grouping.names, self.devices.tolist(), strict=True)
+            },
+            "ops": {
+                op: names[device] for op, device in zip(problem.graph.op_names, of_op, strict=True)
             },
         }
         write_json(path, document, PlacementError)
@@ -113,3 +118,14 @@ class Placement:
             raise PlacementError(
                 f"placement was made for problem {self.problem}, this is {problem.fingerprint}"
             )
+
+
+def read_ops(path: str | Path) -> dict[str, str]:
+    """Op name -> device name of a placement file, as it stands there."""
+    document = read_json(path, PlacementError, what="placement")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise PlacementError(f"{path}: not a placement file ({FORMAT})")
+    ops = document.get("ops")
+    if not isinstance(ops, dict) or not all(isinstance(name, str) for name in ops.values()):
+        raise PlacementError(f"{path}: does not say the device of every op ('ops'); is it edited?")
+    return ops

@@ -11,14 +11,15 @@ import typer
 from rich.logging import RichHandler
 
 from placewright._version import VERSION
-from placewright.cli import inspect, place, simulate, train
-from placewright.cli.common import errors
+from placewright.cli import apply, common, inspect, place, report, simulate, train
+from placewright.cli.common import Verbosity, errors
 from placewright.errors import PlacewrightError
 
 app = typer.Typer(
     name="placewright",
     help="Finds which device each operation of a machine-learning graph should run on.",
-    epilog="Every command takes --debug, which shows the whole traceback of an error. "
+    epilog="Every command takes -q (no progress, no warnings), -v (says what it is doing) and "
+    "--debug (the whole traceback of an error). Example: placewright place nmt -c k80x4 -b 1m. "
     "Exit codes: 0 done, 1 no placement ran, 2 bad input or a model that cannot fit, "
     "130 stopped by Ctrl-C.",
     add_completion=True,
@@ -30,6 +31,8 @@ inspect.add_to(app)
 simulate.add_to(app)
 place.add_to(app)
 train.add_to(app)
+report.add_to(app)
+apply.add_to(app)
 
 
 # Newer versions of typer carry a click of their own, older ones use the package; this is the class
@@ -58,9 +61,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends the process with its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     arguments = arguments or ["--help"]
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    given, arguments = _split_off(arguments)
+    debug = "--debug" in given
+    common.verbosity = Verbosity.NORMAL
+    if given & {"-v", "--verbose"}:
+        common.verbosity = Verbosity.VERBOSE
+    elif given & {"-q", "--quiet"}:
+        common.verbosity = Verbosity.QUIET
     logger = logging.getLogger("placewright")  # ours; the libraries' are not for users
+    logger.setLevel(_LEVELS[common.verbosity])
     if not logger.handlers:
         logger.addHandler(
             RichHandler(console=errors, show_time=False, show_path=False, markup=False)
@@ -76,6 +85,24 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # of our own output: a full disk behind a redirection
         code = _complain(f"cannot write the output: {error.strerror}", debug)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+_EVERYWHERE = {"--debug", "-q", "--quiet", "-v", "--verbose"}
+"""Options that mean the same for every command and may stand anywhere."""
+
+_LEVELS = {
+    Verbosity.QUIET: logging.ERROR,
+    Verbosity.NORMAL: logging.WARNING,
+    Verbosity.VERBOSE: logging.DEBUG,
+}
+
+
+def _split_off(arguments: list[str]) -> tuple[set[str], list[str]]:
+    """Those of `_EVERYWHERE` that are given, and the other arguments."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    given = _EVERYWHERE & set(arguments[:end])
+    rest = [argument for argument in arguments[:end] if argument not in _EVERYWHERE]
+    return given, rest + arguments[end:]
 
 
 def _complain(message: str, debug: bool) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich import markup
 from rich.console import Console
 
-from placewright.cluster import Cluster
+from placewright.cluster import Cluster, preset_names
 from placewright.costs import Costs
 from placewright.errors import PlacewrightError
 from placewright.graph import Graph, ScopeRule
@@ -22,6 +26,58 @@ if not console.is_terminal:
     console = Console(highlight=False, width=200)  # a file or a pipe has no width of its own
 errors = Console(stderr=True, highlight=False)
 
+
+class Verbosity(enum.IntEnum):
+    """How much is said on the way; results and errors are always printed."""
+
+    QUIET = 0
+    NORMAL = 1
+    VERBOSE = 2
+
+
+verbosity = Verbosity.NORMAL
+"""Set by `main` from -q and -v, which every command takes."""
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is being done, and with -v prints it; gives a function to say more.
+
+    Everything that may take longer than a second runs inside one.
+    """
+    started = time.monotonic()
+
+    def log(text: str) -> None:
+        if verbosity is Verbosity.VERBOSE:
+            errors.print(f"[dim]{time.monotonic() - started:7.2f} s[/dim] {escaped(text)}")
+
+    log(text)
+    if verbosity is not Verbosity.NORMAL or not errors.is_terminal:
+        yield log
+        return
+    with errors.status(escaped(text)) as display:
+        yield lambda text: display.update(escaped(text))
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """For the shell; it adds files by itself."""
+    from placewright.models import NAMES
+
+    return [name for name in NAMES if name.startswith(incomplete)]
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """The last of a list separated by commas."""
+    from placewright.methods import METHODS
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in ("auto", *METHODS) if name.startswith(last)]
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -29,6 +85,7 @@ ModelArgument = Annotated[
         help="A graph file (.json, .pb, .pbtxt, .meta), a SavedModel directory, or a benchmark "
         "model: rnnlm, nmt, inception_v3.",
         show_default=False,
+        autocompletion=complete_models,
     ),
 ]
 ClusterOption = Annotated[
@@ -38,6 +95,7 @@ ClusterOption = Annotated[
         "-c",
         metavar="CLUSTER",
         help="A cluster file (.yaml), a preset (k80x2, k80x4, a100x4, h100x8, cpu2) or 'local'.",
+        autocompletion=complete_clusters,
     ),
 ]
 ScaleOption = Annotated[
@@ -115,11 +173,11 @@ def load_graph(
 
     dims = {}
     for text in dim or []:
-        name, value = _split(text, "--dim", "INPUT=N")
+        name, value = split(text, "--dim", "INPUT=N")
         if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
             raise UsageError(f"--dim {text}: {value!r} is not a positive whole number")
         dims[name] = int(value)
-    with errors.status(f"reading {escaped(model)} ..."):
+    with status(f"reading {model} ..."):
         return load(
             model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
         )
@@ -136,18 +194,19 @@ def load_problem(
     together: list[str] | None = None,
     costs: list[str] | None = None,
 ) -> Problem:
-    return make_problem(
-        graph,
-        cluster,
-        scopes=scope_rules(group_by, graph),
-        target_groups=groups,
-        constraints=Constraints(
-            pins=tuple(_split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
-            forbidden_devices=tuple(forbid or ()),
-            together=tuple(together or ()),
-        ),
-        tables=[Costs.load(path, graph) for path in costs or []],
-    )
+    with status("grouping its ops ..."):
+        return make_problem(
+            graph,
+            cluster,
+            scopes=scope_rules(group_by, graph),
+            target_groups=groups,
+            constraints=Constraints(
+                pins=tuple(split(text, "--pin", "REGEX=DEVICE") for text in pin or []),
+                forbidden_devices=tuple(forbid or ()),
+                together=tuple(together or ()),
+            ),
+            tables=[Costs.load(path, graph) for path in costs or []],
+        )
 
 
 def scope_rules(group_by: list[str] | None, graph: Graph) -> tuple[ScopeRule, ...]:
@@ -159,10 +218,10 @@ def scope_rules(group_by: list[str] | None, graph: Graph) -> tuple[ScopeRule, ..
 
 
 def _rules(group_by: list[str] | None) -> tuple[ScopeRule, ...]:
-    return tuple(ScopeRule(*_split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
+    return tuple(ScopeRule(*split(text, "--group-by", "REGEX=LABEL")) for text in group_by or [])
 
 
-def _split(text: str, option: str, form: str) -> tuple[str, str]:
+def split(text: str, option: str, form: str) -> tuple[str, str]:
     # At the last '=', because a regular expression may hold one and a device or label does not.
     left, equals, right = text.rpartition("=")
     if not (equals and left and right):

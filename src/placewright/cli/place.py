@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from placewright.cli import common
+from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from placewright.search import Budget
     from placewright.search import Progress as SearchProgress
 
-RESULT_FILES = ("journal.jsonl", "placement.json", "summary.json", "trace.json")
+RESULT_FILES = (
+    "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "summary.json",
+    "trace.json",
+)  # fmt: skip
 
 MethodOption = Annotated[
     str,
@@ -37,6 +41,7 @@ MethodOption = Annotated[
         "-m",
         metavar="NAME[,NAME...]",
         help="'auto' (baselines, then improve on the best) or names from 'placewright methods'.",
+        autocompletion=common.complete_methods,
     ),
 ]
 BudgetOption = Annotated[
@@ -86,6 +91,9 @@ def place(
     seed: SeedOption = 0,
     learner: LearnerOption = None,
     policy: PolicyOption = None,
+    html: Annotated[
+        bool, typer.Option("--report/--no-report", help="Also write report.html.")
+    ] = True,
     pin: common.PinOption = None,
     forbid: common.ForbidOption = None,
     together: common.TogetherOption = None,
@@ -128,6 +136,11 @@ def place(
     else:
         _print_table(problem, result.table, result.best_single)
         _print_answer(result, directory)
+    if html:
+        # After the answer, which nobody should have to wait for.
+        page = write_beside(directory, result)
+        if not as_json:
+            common.console.print(page)
     if result.interrupted:
         raise typer.Exit(130)
     if result.best is None:
@@ -143,6 +156,7 @@ def compare(
             "--methods",
             metavar="NAME[,NAME...]",
             help="Names from 'placewright methods', or 'all'.",
+            autocompletion=common.complete_methods,
         ),
     ] = "all",
     budget: Annotated[
@@ -194,7 +208,7 @@ def compare(
         for name, chosen in runs:
             if stopped:
                 break
-            with common.errors.status(f"running {name} ..."):
+            with common.status(f"running {name} ..."):
                 result = api.run(
                     problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
                     learner=learner or (), policy=policy,
@@ -294,7 +308,7 @@ def _progress(limits: Budget) -> Iterator[Callable[[SearchProgress], None]]:
             transient=True,
             refresh_per_second=4,
         )
-        if common.errors.is_terminal
+        if common.errors.is_terminal and common.verbosity is not common.Verbosity.QUIET
         else nullcontext() as display
     ):
 

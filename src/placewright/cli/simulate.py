@@ -65,7 +65,9 @@ def simulate(
     problem = common.load_problem(
         graph, machine, group_by=group_by, groups=groups, together=together, costs=costs
     )
-    facts = _facts(problem, _placement(problem, placement, device), trace)
+    chosen = _placement(problem, placement, device)
+    with common.status("simulating ..."):
+        facts = _facts(problem, chosen, trace)
     if as_json:
         common.print_json(facts)
     else:

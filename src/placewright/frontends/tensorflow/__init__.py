@@ -40,6 +40,7 @@ __all__ = [
     "from_function",
     "from_graph",
     "from_keras",
+    "from_meta_graph",
     "from_object",
     "from_saved_model",
 ]
@@ -334,6 +335,25 @@ def from_file(
         return convert(flat, name=name or path.name.split(".")[0], roles=roles)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def from_meta_graph(
+    meta_graph: Any,
+    *,
+    name: str = "graph",
+    fetches: Sequence[str] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> Graph:
+    """The graph of a MetaGraphDef in memory; as `from_file` reads one."""
+    graph_def = tf.compat.v1.GraphDef()
+    graph_def.CopyFrom(meta_graph.graph_def)  # flatten changes it
+    flat = flatten(
+        graph_def,
+        fetches=fetches or _train_ops(meta_graph),
+        sizes=Sizes(batch=batch, dims=dims or {}),
+    )
+    return convert(flat, name=name, roles=Roles(results=_tensors_among(fetches)))
 
 
 def _read(path: Path) -> bytes:

@@ -1,0 +1,69 @@
+"""`placewright apply`: a placement put into the model it was found for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from placewright import models
+from placewright.cli import common
+from placewright.errors import ModelError
+from placewright.placement import read_ops
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(apply)
+
+
+def apply(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="The TensorFlow model that was placed: .pb, .pbtxt, .meta or a SavedModel.",
+        ),
+    ],
+    placement: Annotated[
+        str, typer.Argument(metavar="PLACEMENT", help="The placement.json that 'place' left.")
+    ],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="OUT", help="Where to write the placed model.")
+    ],
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--device",
+            metavar="NAME=DEVICE",
+            help="What TensorFlow calls a device, /device:GPU:0 for gpu:0 if not said; repeatable.",
+        ),
+    ] = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Write the model with the device of every op set; all else stays as it is.
+
+    Example: placewright apply model.meta result/placement.json -o placed.meta
+    """
+    given = dict(common.split(text, "--device", "NAME=DEVICE") for text in device or [])
+    ops = read_ops(placement)
+    path = Path(model)
+    if not path.exists():
+        hint = "; a benchmark model has no file to put it into" if model in models.NAMES else ""
+        raise ModelError(f"{model}: no such file or directory{hint}")
+    if path.suffix == ".json":
+        raise ModelError(f"{model}: a graph file has no devices to set; give TensorFlow's model")
+    if path.resolve() == Path(output).resolve():
+        raise ModelError(f"{output}: is the model itself; choose another place for the placed one")
+    with common.status("starting TensorFlow ..."):
+        from placewright.frontends.tensorflow.apply import apply_to_file, tensorflow_devices
+    with common.status(f"placing {model} ..."):
+        names = tensorflow_devices(sorted(set(ops.values())), given)
+        count = apply_to_file(path, {op: names[name] for op, name in ops.items()}, output)
+    if as_json:
+        common.print_json({"output": output, "nodes": count, "devices": names})
+    else:
+        common.console.print(
+            f"{count:,} nodes of {common.escaped(model)} have a device now: "
+            f"{common.escaped(output)}"
+        )

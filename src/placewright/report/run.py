@@ -1,0 +1,208 @@
+"""A run as `place` left it in a directory, read back for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from placewright import methods
+from placewright.api import PROBLEM_FILE
+from placewright.errors import ReportError
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.files import read_json
+from placewright.journal import Progression, read_progression
+from placewright.measurement import Measurement, Outcome, Trial
+from placewright.metrics import read_metrics
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.simulator import Simulator, Timeline, lower_bounds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """One directory. What the run itself did not finish (it may have been killed) is made up for
+    from the journal."""
+
+    name: str
+    """The directory's, to tell two runs apart."""
+    problem: Problem
+    summary: Mapping[str, Any]
+    """As in `summary.json`."""
+    progression: Progression | None
+    """None for a result that was saved without its journal."""
+    metrics: tuple[Mapping[str, Any], ...]
+    """What a learned placer recorded at each update; empty for others."""
+    best: Trial | None
+    """The fastest placement; where none ran, one that failed for want of memory, if any."""
+
+    @property
+    def ok(self) -> bool:
+        return self.best is not None and self.best.measurement.ok
+
+    @property
+    def measured(self) -> bool:
+        """Whether the step times are of real runs; timelines are simulated all the same."""
+        return bool(self.summary.get("measured", False))
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.problem)
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The simulated step of the best placement."""
+        return self._timeline(self.best)
+
+    @cached_property
+    def expert(self) -> Trial | None:
+        """What a person would have done, whether or not the run tried it."""
+        if self.progression is not None:
+            found = self.progression.improvements.get("expert")
+            if found:
+                return found[-1].trial
+        (placer,) = methods.make(["expert"], self.problem)
+        evaluator = SimulatedEvaluator(self.problem)
+        trials: list[Trial] = []
+        # Repairs of a placement that does not fit are asked for one after another.
+        while not any(trial.measurement.ok for trial in trials):
+            asked = placer.ask(8)
+            if not asked:
+                break
+            new = [
+                Trial(placement=placement, measurement=measurement, placer="expert")
+                for placement, measurement in zip(asked, evaluator.evaluate(asked), strict=True)
+            ]
+            placer.tell(new)
+            trials += new
+        return min(trials, key=lambda trial: trial.measurement.mean_seconds, default=None)
+
+    @cached_property
+    def expert_timeline(self) -> Timeline | None:
+        return self._timeline(self.expert)
+
+    def _timeline(self, trial: Trial | None) -> Timeline | None:
+        if trial is None or trial.measurement.outcome is Outcome.FAILED:
+            return None
+        return self.simulator.timeline(trial.placement)
+
+
+def read_run(directory: str | Path) -> Run:
+    """The run in a directory; raises `ReportError` when there is none."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise ReportError(f"{directory}: no such directory")
+    if not (folder / PROBLEM_FILE).is_file():
+        raise ReportError(
+            f"{directory}: holds no run ({PROBLEM_FILE} is missing); was it made by "
+            "'placewright place'?"
+        )
+    problem = Problem.load(folder / PROBLEM_FILE)
+    progression = None
+    if (folder / "journal.jsonl").is_file():
+        progression = read_progression(folder / "journal.jsonl", problem)
+    summary = _summary(folder, problem, progression)
+    return Run(
+        name=folder.resolve().name,
+        problem=problem,
+        summary=summary,
+        progression=progression,
+        metrics=tuple(read_metrics(folder)),
+        best=_best(folder, problem, progression, summary),
+    )
+
+
+def _best(
+    folder: Path,
+    problem: Problem,
+    progression: Progression | None,
+    summary: Mapping[str, Any],
+) -> Trial | None:
+    # What the run itself took for best: of measured times it may have pooled several trials.
+    if (folder / "placement.json").is_file() and summary["step_seconds"] is not None:
+        return Trial(
+            placement=Placement.load(folder / "placement.json", problem),
+            measurement=Measurement(
+                outcome=Outcome.OK,
+                step_seconds=(float(summary["step_seconds"]),),
+                peak_bytes=tuple(summary["peak_bytes"] or ()),
+            ),
+            placer=str(summary["method"]),
+        )
+    if progression is None:
+        return None
+    found = [steps[-1].trial for steps in progression.improvements.values() if steps]
+    found += [
+        trial
+        for trial in progression.failures.values()
+        if trial.measurement.outcome is Outcome.OUT_OF_MEMORY
+    ]
+    return min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
+
+
+def _summary(folder: Path, problem: Problem, progression: Progression | None) -> Mapping[str, Any]:
+    path = folder / "summary.json"
+    if path.is_file():
+        summary = read_json(path, ReportError, what="summary")
+        wanted = ("problem", "methods", "step_seconds", "lower_bound_seconds", "search_seconds")
+        if not isinstance(summary, dict) or any(key not in summary for key in wanted):
+            raise ReportError(f"{path}: not a summary of a run")
+        if summary["problem"] != problem.fingerprint:
+            raise ReportError(
+                f"{path}: is of problem {summary['problem']}, the directory's is "
+                f"{problem.fingerprint}; were two runs mixed?"
+            )
+        return summary
+    if progression is None:
+        raise ReportError(f"{folder}: holds neither a summary.json nor a journal.jsonl")
+    return _summary_of(problem, progression)
+
+
+def _summary_of(problem: Problem, progression: Progression) -> dict[str, Any]:
+    """For a run that was killed before it could write one."""
+    rows, best = [], None
+    for name, count in progression.trials_of.items():
+        steps = progression.improvements.get(name, ())
+        trial = steps[-1].trial if steps else progression.failures.get(name)
+        if trial is None:
+            continue
+        measurement = trial.measurement
+        if measurement.ok and (best is None or measurement.mean_seconds < best[1].mean_seconds):
+            best = (name, measurement)
+        rows.append(
+            {
+                "method": name,
+                "step_seconds": measurement.mean_seconds if measurement.ok else None,
+                "outcome": measurement.outcome.value,
+                "peak_bytes": list(measurement.peak_bytes),
+                "reason": measurement.reason,
+                "trials": count,
+                "search_seconds": None,
+            }
+        )
+    return {
+        "model": problem.graph.name,
+        "cluster": problem.cluster.name,
+        "problem": problem.fingerprint,
+        "version": "",
+        "command": "",
+        "interrupted": True,
+        "method": best[0] if best else None,
+        "step_seconds": best[1].mean_seconds if best else None,
+        "peak_bytes": list(best[1].peak_bytes) if best else None,
+        "lower_bound_seconds": lower_bounds(problem).best,
+        "trials": progression.trials,
+        "search_seconds": progression.seconds,
+        "methods": rows,
+    }
+
+
+def read_runs(directories: list[str]) -> list[Run]:
+    """Several runs, with names that differ."""
+    runs = [read_run(directory) for directory in directories]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        runs = [replace(run, name=d) for run, d in zip(runs, directories, strict=True)]
+    return runs

@@ -1,0 +1,336 @@
+"""A run in words: the answer in one sentence, and why it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from placewright.measurement import Outcome
+from placewright.report import analysis
+from placewright.report.run import Run
+from placewright.simulator.timeline import Timeline
+
+
+class Section(NamedTuple):
+    title: str
+    lines: tuple[str, ...]
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.171 s`, `628.4 ms`, `41.0 µs`."""
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def bytes_text(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def listed(items: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+def comparisons(run: Run) -> list[dict[str, Any]]:
+    """The methods that only compute, and how many times as fast as each the answer is."""
+    step = run.summary["step_seconds"]
+    return [
+        {
+            "method": row["method"],
+            "step_seconds": row["step_seconds"],
+            "speed_up": row["step_seconds"] / step if row["step_seconds"] and step else None,
+            "outcome": row["outcome"],
+        }
+        for row in run.summary["methods"]
+        if row["method"] in _BASELINES and row["outcome"] != "nothing proposed"
+    ]
+
+
+_BASELINES = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct", "random")
+"""What a result is compared with: methods that people would use instead."""
+
+
+def single_device(run: Run) -> str:
+    """The device that does best alone (with what it cannot run on another)."""
+    found = run.progression.improvements.get("single") if run.progression is not None else None
+    if not found:
+        return "alone"
+    used = np.bincount(found[-1].trial.placement.devices)
+    return run.problem.cluster.device_names[int(used.argmax())]
+
+
+def tightest(run: Run) -> tuple[int, int, int] | None:
+    """(device, peak bytes, limit) of the device whose memory is fullest."""
+    peaks = run.best.measurement.peak_bytes if run.best is not None else ()
+    if not peaks and run.timeline is not None:
+        peaks = tuple(run.timeline.peak_bytes.tolist())
+    limits = [device.memory_bytes for device in run.problem.cluster.devices]
+    if not peaks:
+        return None
+    device = max(range(len(peaks)), key=lambda d: peaks[d] / limits[d])
+    return device, peaks[device], limits[device]
+
+
+def answer(run: Run) -> str:
+    """One sentence."""
+    names = run.problem.cluster.device_names
+    where = f"{run.problem.graph.name} on {run.problem.cluster.name}"
+    if not run.ok or run.best is None:
+        return f"No placement of {where} ran; {plural(run.summary['trials'], 'placement')} tried."
+    step = run.best.measurement.mean_seconds
+    text = f"One step of {where} takes {seconds_text(step)}"
+    by_method = {row["method"]: row for row in comparisons(run)}
+    parts = []
+    alone = f"the best single device ({single_device(run)})"
+    for method, phrase in (("single", alone), ("expert", "the expert's placement")):
+        row = by_method.get(method)
+        if row is not None and row["speed_up"]:
+            parts.append(_times(row["speed_up"], phrase))
+        elif row is not None and method == "single":
+            parts.append("no single device can run it")
+    if parts:
+        text += f": {listed(parts)}"
+    bound = run.summary["lower_bound_seconds"]
+    if bound <= 0:
+        pass  # nothing is proven of times that were measured
+    elif bound >= step * (1 - 1e-6):
+        text += "; that is proven to be optimal in the simulator"
+    else:
+        text += (
+            f"; no placement can take less than {seconds_text(bound)}, so at most "
+            f"{1 - bound / step:.0%} is left to gain"
+        )
+    full = tightest(run)
+    if full is not None:
+        device, peak, limit = full
+        text += f"; the fullest memory, {names[device]}'s, has {1 - peak / limit:.0%} to spare"
+    return text + "."
+
+
+def _times(speed_up: float, phrase: str) -> str:
+    if abs(speed_up - 1) < 5e-4:
+        return f"as fast as {phrase}"
+    return f"{speed_up:.2f} times as fast as {phrase}"
+
+
+# --- why -----------------------------------------------------------------------------------------
+
+
+def explain(run: Run) -> list[Section]:
+    """The whole run in words."""
+    sections = [Section("The answer", (answer(run),))]
+    if run.timeline is not None and run.best is not None:
+        title = "Where the groups sit" if run.ok else "A placement that does not fit"
+        sections.append(Section(title, tuple(_where(run, run.timeline))))
+    if run.timeline is not None and run.ok:
+        sections += [
+            Section("What runs at the same time", tuple(_parallel(run.timeline))),
+            Section("What is sent", tuple(_sent(run.timeline))),
+            Section("What the step waits for", tuple(_critical(run.timeline))),
+        ]
+        versus = _versus_expert(run)
+        if versus:
+            sections.append(Section("Against the expert's placement", tuple(versus)))
+    failures = _failures(run)
+    if failures:
+        sections.append(Section("What did not run, and why", tuple(failures)))
+    return sections
+
+
+def _where(run: Run, timeline: Timeline) -> list[str]:
+    problem = run.problem
+    work = analysis.loads(timeline)
+    total = sum(
+        load.compute_seconds * device.kind.slots
+        for load, device in zip(work, problem.cluster.devices, strict=True)
+    )
+    lines = []
+    for d, device in enumerate(problem.cluster.devices):
+        groups = np.flatnonzero(timeline.placement.devices == d)
+        if not groups.size:
+            lines.append(f"{device.name}: nothing.")
+            continue
+        # By cost, so that what matters is named first.
+        order = groups[np.argsort(-problem.group_seconds[d, groups], kind="stable")]
+        kinds = analysis.families([problem.grouping.names[g] for g in order.tolist()])
+        shown = [f"{name} ({count})" if count > 1 else name for name, count in kinds[:4]]
+        if len(kinds) > 4:
+            shown.append("others")
+        share = work[d].compute_seconds * device.kind.slots / total if total else 0.0
+        peak = int(timeline.peak_bytes[d])
+        lines.append(
+            f"{device.name}: {plural(len(groups), 'group')}, {share:.0%} of the computing, "
+            f"{bytes_text(peak)} of {bytes_text(device.memory_bytes)} memory: {listed(shown)}."
+        )
+    return lines
+
+
+def _parallel(timeline: Timeline) -> list[str]:
+    names = timeline.problem.cluster.device_names
+    step = timeline.step_seconds
+    shares = analysis.busy_devices(timeline) / step if step else np.zeros(1)
+    mean = float((shares * np.arange(len(shares))).sum())
+    used = int((timeline.busy_seconds > 0).sum())
+    if used == 1:
+        return [f"Only {names[int(timeline.busy_seconds.argmax())]} computes: nothing is split."]
+    lines = [f"On average {mean:.1f} of the {used} devices in use compute at a time."]
+    several = float(shares[2:].sum())
+    lines.append(
+        f"Two or more compute during {several:.0%} of the step, one alone during "
+        f"{float(shares[1]):.0%}, none (all wait for transfers) during {float(shares[0]):.0%}."
+    )
+    load = analysis.loads(timeline)
+    busiest = max(range(len(load)), key=lambda d: load[d].compute_seconds)
+    lines.append(
+        f"The busiest, {names[busiest]}, computes {load[busiest].compute_seconds / step:.0%} of "
+        "the time."
+    )
+    return lines
+
+
+def _sent(timeline: Timeline) -> list[str]:
+    problem = timeline.problem
+    sent = timeline.transfers
+    if not len(sent):
+        return ["Nothing: no tensor leaves its device."]
+    names = problem.cluster.device_names
+    on_path = analysis.critical_path_shares(timeline).transfer_seconds
+    total = float((sent.end - sent.start).sum())
+    lines = [
+        f"{plural(len(sent), 'transfer')} of {bytes_text(int(sent.bytes.sum()))} take "
+        f"{seconds_text(total)} in sum; the step waits for {seconds_text(on_path)} of that, the "
+        "rest is hidden behind computing."
+    ]
+    top = analysis.flows(timeline)[:3]
+    parts = [
+        f"{names[flow.source]} to {names[flow.target]} {bytes_text(flow.bytes)} in "
+        f"{plural(flow.transfers, 'transfer')}"
+        for flow in top
+    ]
+    lines.append(f"Most goes from {'; '.join(parts)}.")
+    largest = int(sent.bytes.argmax())
+    if sent.bytes[largest]:
+        lines.append(
+            f"The largest tensor is that of {problem.graph.op_names[sent.producer[largest]]}, "
+            f"{bytes_text(int(sent.bytes[largest]))} from {names[sent.source[largest]]} to "
+            f"{names[sent.target[largest]]}."
+        )
+    return lines
+
+
+def _critical(timeline: Timeline) -> list[str]:
+    problem = timeline.problem
+    names = problem.cluster.device_names
+    step = timeline.step_seconds
+    share = analysis.critical_path_shares(timeline)
+    order = np.argsort(-share.device_seconds, kind="stable").tolist()
+    parts = [
+        f"{share.device_seconds[d] / step:.0%} ops on {names[d]}"
+        for d in order
+        if share.device_seconds[d] >= 0.005 * step
+    ]
+    parts.append(f"{share.transfer_seconds / step:.0%} transfers")
+    lines = [f"Of the longest chain of things that wait for each other: {listed(parts)}."]
+    groups = np.argsort(-share.group_seconds, kind="stable")[:3].tolist()
+    named = [
+        f"{problem.grouping.names[g]} ({share.group_seconds[g] / step:.0%})"
+        for g in groups
+        if share.group_seconds[g] > 0
+    ]
+    lines.append(f"The groups that hold it up most: {listed(named)}.")
+    return lines
+
+
+def _versus_expert(run: Run) -> list[str]:
+    best, expert = run.timeline, run.expert_timeline
+    if best is None or expert is None or run.expert is None or not run.expert.measurement.ok:
+        return []
+    if expert.placement == best.placement:
+        return ["It is the expert's placement."]
+    names = run.problem.cluster.device_names
+    lines = [
+        f"Its step takes {seconds_text(expert.step_seconds)} against "
+        f"{seconds_text(best.step_seconds)} in the simulator."
+    ]
+    here, there = analysis.loads(best), analysis.loads(expert)
+    worst_here = max(range(len(here)), key=lambda d: here[d].compute_seconds)
+    worst_there = max(range(len(there)), key=lambda d: there[d].compute_seconds)
+    lines.append(
+        f"Its busiest device computes {seconds_text(there[worst_there].compute_seconds)} "
+        f"({names[worst_there]}), ours {seconds_text(here[worst_here].compute_seconds)} "
+        f"({names[worst_here]})."
+    )
+    lines.append(
+        f"It sends {bytes_text(int(expert.transfers.bytes.sum()))}, ours "
+        f"{bytes_text(int(best.transfers.bytes.sum()))}; its chain waits "
+        f"{seconds_text(analysis.critical_path_shares(expert).transfer_seconds)} for transfers, "
+        f"ours {seconds_text(analysis.critical_path_shares(best).transfer_seconds)}."
+    )
+    mean_here = float((analysis.busy_devices(best) * np.arange(len(names) + 1)).sum())
+    mean_there = float((analysis.busy_devices(expert) * np.arange(len(names) + 1)).sum())
+    lines.append(
+        f"On average {mean_there / expert.step_seconds:.1f} devices compute at a time in its "
+        f"step, {mean_here / best.step_seconds:.1f} in ours."
+    )
+    return lines
+
+
+def _failures(run: Run) -> list[str]:
+    lines = []
+    for row in run.summary["methods"]:
+        if row["step_seconds"] is None and row["outcome"] != "nothing proposed":
+            lines.append(f"{row['method']}: {row['outcome']}: {row['reason']}.")
+    if run.progression is not None:
+        for placer, trial in run.progression.failures.items():
+            if any(line.startswith(f"{placer}:") for line in lines):
+                continue
+            measurement = trial.measurement
+            if measurement.reason and placer in _BASELINES:
+                lines.append(
+                    f"{placer}, one of its placements: {measurement.outcome.value}: "
+                    f"{measurement.reason}."
+                )
+    if not run.ok and run.timeline is not None and run.best is not None:
+        lines += _too_much(run, run.timeline)
+    return lines
+
+
+def _too_much(run: Run, timeline: Timeline) -> list[str]:
+    """What fills the devices that overflow."""
+    assert run.best is not None
+    if run.best.measurement.outcome is not Outcome.OUT_OF_MEMORY:
+        return []
+    problem = run.problem
+    lines = []
+    for d, device in enumerate(problem.cluster.devices):
+        peak = int(timeline.peak_bytes[d])
+        if peak <= device.memory_bytes:
+            continue
+        variables = int(problem.group_resident_bytes[timeline.placement.devices == d].sum())
+        tensors = [
+            f"{problem.graph.op_names[problem.graph.tensor_producer[live.tensor]]} "
+            f"{bytes_text(live.bytes)}"
+            for live in timeline.live_at_peak[d][:5]
+        ]
+        lines.append(
+            f"{device.name} would need {bytes_text(peak)} of {bytes_text(device.memory_bytes)}: "
+            f"{bytes_text(variables)} of variables, and the tensors "
+            f"{listed(tensors) or 'of nothing else'}."
+        )
+    return lines
