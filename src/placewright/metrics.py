@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from placewright.errors import SearchError
 
@@ -30,10 +30,7 @@ class MetricsLog:
         for record in records:
             placer = str(record["placer"])
             self._last[placer] = max(self._last.get(placer, 0), int(record["update"]))
-        try:
-            self._file = (folder / FILE).open("a", encoding="utf-8")
-        except OSError as fault:
-            raise SearchError(f"{folder / FILE}: cannot be opened: {fault.strerror}") from None
+        self._file: TextIO | None = None  # opened for the first record: most runs have none
         self._events: dict[str, _EventFile] = {}
 
     def append(
@@ -47,6 +44,8 @@ class MetricsLog:
         numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}
         record = {"placer": placer, "trials": trials, "seconds": round(seconds, 3)} | numbers
         try:
+            if self._file is None:
+                self._file = (self._folder / FILE).open("a", encoding="utf-8")
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
             if importlib.util.find_spec("tensorboard") is not None:
@@ -63,7 +62,8 @@ class MetricsLog:
         self._last.pop(placer, None)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for events in self._events.values():
             events.close()
 

@@ -130,20 +130,21 @@ def test_lstm_and_attention_are_what_they_say() -> None:
     torch.manual_seed(0)
     samples, groups, devices, hidden = 3, 5, 4, 6
     reference = torch.nn.LSTM(2, hidden, batch_first=True)
+    weights: dict[str, torch.Tensor] = dict(reference.named_parameters())
     step, choice = torch.randn(groups, 4 * hidden), torch.randn(devices, 4 * hidden)
     given = torch.randint(devices, (samples, groups))
     with torch.no_grad():  # its own input does nothing: everything comes in through the bias
-        reference.weight_ih_l0.zero_()
-        reference.bias_hh_l0.zero_()
+        weights["weight_ih_l0"].zero_()
+        weights["bias_hh_l0"].zero_()
         start, cell = torch.randn(hidden), torch.randn(hidden)
         expected = []
         for sample in range(samples):
             h, c = start.view(1, 1, -1), cell.view(1, 1, -1)
             for g in range(groups):
-                reference.bias_ih_l0.copy_(step[g] + choice[given[sample, g]])
+                weights["bias_ih_l0"].copy_(step[g] + choice[given[sample, g]])
                 out, (h, c) = reference(torch.zeros(1, 1, 2), (h, c))
                 expected.append(out.flatten())
-    found = _Lstm.apply(step, choice, reference.weight_hh_l0, start, cell, given)  # type: ignore[no-untyped-call]
+    found = _Lstm.apply(step, choice, weights["weight_hh_l0"], start, cell, given)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found.reshape(-1, hidden), torch.stack(expected))
 
     query, key, attend = torch.randn(9, 3), torch.randn(5, 3), torch.randn(3)
