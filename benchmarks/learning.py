@@ -89,7 +89,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     progress = search(
         [placer],
         SimulatedEvaluator(problem, noise=noise),
-        Budget(trials=max(case["trials"])),
+        Budget(trials=case["most"]),
         seed=case["seed"],
         observe=observe,
     )
@@ -101,7 +101,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     }
     for trials in case["trials"]:
         reached = [seconds for at, seconds in curve if at <= trials]
-        row[f"best_at_{trials}"] = f"{min(reached):.6f}" if reached else ""
+        enough = trials <= case["most"]
+        row[f"best_at_{trials}"] = f"{min(reached):.6f}" if reached and enough else ""
     greedy = getattr(placer, "greedy", None)
     final = greedy() if greedy else (progress.best.placement if progress.best else None)
     if final is not None:
@@ -136,7 +137,8 @@ def cases_of(variants: Variants, options: argparse.Namespace, **more: Any) -> li
     return [
         {
             "model": model, "cluster": cluster, "variant": variant, "method": method,
-            "settings": settings, "seed": seed, "trials": options.trials, **more,
+            "settings": settings, "seed": seed, "trials": options.trials,
+            "most": options.most or max(options.trials), **more,
         }
         for seed, model, cluster, (variant, (method, settings)) in itertools.product(
             options.seeds, options.models, options.clusters, variants.items()
@@ -251,6 +253,7 @@ def table(rows: Iterable[dict[str, str]], column: str) -> str:
     """Markdown: variants down, cases across; mean (best-worst) over seeds."""
     rows = list(rows)
     cases = sorted({(r["model"], r["cluster"]) for r in rows})
+    seeds = len({r["seed"] for r in rows})
     lines = [
         "| | " + " | ".join(f"{model} {cluster}" for model, cluster in cases) + " |",
         "|---|" + "---:|" * len(cases),
@@ -263,12 +266,15 @@ def table(rows: Iterable[dict[str, str]], column: str) -> str:
                 for r in rows
                 if (r["model"], r["cluster"]) == case and r["variant"] == variant
             ]
-            times = [float(t) for t in mine if t not in ("", "inf")]
+            mine = [t for t in mine if t]  # what was not run that far
+            times = [float(t) for t in mine if t != "inf"]
             text = ""
             if times:
                 text = f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})"
+            if times and len(mine) < seeds:
+                text += f", {len(mine)} of {seeds} seeds"
             if len(times) < len(mine):
-                text += f" {len(mine) - len(times)} of {len(mine)} never ran"
+                text += f" {len(mine) - len(times)} of {len(mine)} did not fit"
             cells.append(text.strip())
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -341,6 +347,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
     parser.add_argument("--clusters", nargs="+", default=["k80x2", "k80x4"])
     parser.add_argument("--trials", nargs="+", type=int, default=[2000, 20000])
+    parser.add_argument("--most", type=int, help="Trials of each run; default: all that count.")
     parser.add_argument("--train-trials", type=int, default=20000)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--variants", nargs="+", help="Only these.")

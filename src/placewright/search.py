@@ -26,6 +26,9 @@ _MOST_IDLE = 100 * BATCH
 run can explain), a placer is done: on a small problem a random one would otherwise never use up a
 budget of trials, nor would a learned one that always proposes the same."""
 
+_MOST_TOLD = 20_000
+"""Of the trials before it, a placer is told of the best so many at most, to bound the memory."""
+
 _CHECKPOINT_SECONDS = 10.0
 """How often placers are given the occasion to write a checkpoint."""
 
@@ -220,6 +223,9 @@ def search(
                 progress.count(trial)
             if number + 1 < len(placers):  # for those that come after
                 told += trials
+                if len(told) > 2 * _MOST_TOLD:
+                    told = sorted(told, key=lambda trial: trial.measurement.mean_seconds)
+                    del told[_MOST_TOLD:]
             # What it asked for but others had tried is told as its own: that is what it proposed.
             answers = [
                 as_trial(placement=placement, measurement=measurement)
