@@ -22,8 +22,8 @@ def test_records_are_appended_once_and_survive_a_torn_line(tmp_path: Path) -> No
     path.write_text(f"{first}\n{second[:20]}")
     assert [r["update"] for r in read_metrics(tmp_path)] == [1]
 
-    path.write_text(f"{first}\n{second}\n")
-    again = MetricsLog(tmp_path)  # a resumed run repeats updates 1 and 2
+    # A resumed run repeats updates 1 and 2, of which the first is there.
+    again = MetricsLog(tmp_path, keep={"ppo"})
     for update in (1, 2, 3):
         again.append("ppo", 16 * update, 2.0, {"update": update, "entropy": 0.5})
     again.append("reinforce", 16, 3.0, {"update": 1})
@@ -31,6 +31,8 @@ def test_records_are_appended_once_and_survive_a_torn_line(tmp_path: Path) -> No
     assert [(r["placer"], r["update"]) for r in read_metrics(tmp_path)] == [
         ("ppo", 1), ("ppo", 2), ("ppo", 3), ("reinforce", 1),
     ]  # fmt: skip
+    MetricsLog(tmp_path, keep={"reinforce"}).close()  # ppo begins anew
+    assert [(r["placer"], r["update"]) for r in read_metrics(tmp_path)] == [("reinforce", 1)]
     path.write_text(f"no json\n{second}\n")
     with pytest.raises(SearchError, match="line 1"):
         MetricsLog(tmp_path)

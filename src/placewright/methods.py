@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from placewright.errors import MissingExtraError, SearchError
+from placewright.errors import LearningError, MissingExtraError, SearchError
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.placers.exact import Exact, ExactConfig
@@ -35,17 +35,14 @@ class Method:
 
     summary: str
     make: Callable[[Settings], Placer]
-    needs: str = ""
-    """The optional package it cannot do without, if any."""
+    needs: tuple[str, ...] = ()
+    """The optional packages it cannot do without."""
+    extra: str = "placers"
+    """The extra that installs them."""
 
     @property
     def is_installed(self) -> bool:
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
-
-    @property
-    def extra(self) -> str:
-        """The extra that installs it."""
-        return "learning" if self.needs == "torch" else "placers"
+        return all(importlib.util.find_spec(package) is not None for package in self.needs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +87,9 @@ def _exact(settings: Settings) -> Placer:
     return Repairing(Exact(settings.problem, config, seed=settings.seed))
 
 
+LEARNING = ("torch", "safetensors")
+"""What the learned methods need."""
+
 TEACHERS = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf")
 """Whose placements a learned method imitates first where no other method ran before it. Those that
 take seconds are not among them."""
@@ -105,6 +105,12 @@ def _learned(settings: Settings) -> Placer:
     preset = PRESETS[settings.name]
     if not settings.cheap:
         preset = replace(preset, polish=0)
+    if settings.policy is not None:
+        # It was trained already; its best guess comes first, and imitating others could only spoil
+        # it. Who wants that can say so.
+        preset = replace(preset, warm_start=0)
+        if any(setting.strip().startswith("policy.") for setting in settings.learner):
+            raise LearningError("--learner policy.* describes a new policy; --policy brings one")
     config = configured(preset, settings.learner)
     return Learner(
         settings.problem,
@@ -118,7 +124,7 @@ def _learned(settings: Settings) -> Placer:
 
 def check_learning(what: str) -> None:
     """Raises, with the install command, when the packages of the learned methods are missing."""
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "safetensors")):
+    if any(importlib.util.find_spec(name) is None for name in LEARNING):
         raise MissingExtraError(what, "learning")
 
 
@@ -139,12 +145,12 @@ METHODS: dict[str, Method] = {
     "scotch": Method(
         "Scotch's static mapping: op costs, tensor sizes, device and link capacities",
         _one_shot(scotch),
-        needs="pyscotch",
+        needs=("pyscotch",),
     ),
     "mincut": Method(
         "METIS: fewest bytes between balanced parts, CPU left out",
         _one_shot(mincut),
-        needs="pymetis",
+        needs=("pymetis",),
     ),
     "heft": Method("heterogeneous earliest finish time (Topcuoglu 2002)", _one_shot(heft)),
     "m-topo": Method("fills devices in topological order up to equal memory", _one_shot(m_topo)),
@@ -152,7 +158,7 @@ METHODS: dict[str, Method] = {
     "m-sct": Method(
         "memory-constrained small communication times (Baechi), its linear program by HiGHS",
         _one_shot(m_sct),
-        needs="scipy",
+        needs=("scipy",),
     ),
     "random": Method(
         "uniformly random, until the budget is used",
@@ -161,7 +167,7 @@ METHODS: dict[str, Method] = {
     "exact": Method(
         "enumeration or CP-SAT with a proven bound; small problems only",
         _exact,
-        needs="ortools",
+        needs=("ortools",),
     ),
     "local-search": Method(
         "simulated annealing from the best found so far and from scratch, until the budget is used",
@@ -170,12 +176,14 @@ METHODS: dict[str, Method] = {
     "reinforce": Method(
         "the paper's: sequence-to-sequence policy, REINFORCE (Mirhoseini 2017)",
         _learned,
-        needs="torch",
+        needs=LEARNING,
+        extra="learning",
     ),
     "ppo": Method(
         "the same idea with PPO, imitation of the best, and local search around it",
         _learned,
-        needs="torch",
+        needs=LEARNING,
+        extra="learning",
     ),
 }
 

@@ -10,11 +10,12 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from placewright.errors import SearchError
+from placewright.files import write_text
 
 FILE = "metrics.jsonl"
 
@@ -23,13 +24,19 @@ class MetricsLog:
     """Appends records to a run's directory. Those of updates that are there already are skipped:
     a run that is resumed repeats the updates since its last checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keep: Collection[str] = ()) -> None:
+        """`keep` are the methods that go on where they were; records of others, which begin anew,
+        are dropped."""
         self._folder = folder
         self._last: dict[str, int] = {}
-        records = read_metrics(folder)
-        for record in records:
-            placer = str(record["placer"])
-            self._last[placer] = max(self._last.get(placer, 0), int(record["update"]))
+        path = folder / FILE
+        if path.exists():
+            records = [record for record in read_metrics(folder) if record["placer"] in keep]
+            for record in records:
+                placer = str(record["placer"])
+                self._last[placer] = max(self._last.get(placer, 0), int(record["update"]))
+            # Also without a torn last line, which the next record would be glued to.
+            write_text(path, "".join(json.dumps(r) + "\n" for r in records), SearchError)
         self._file: TextIO | None = None  # opened for the first record: most runs have none
         self._events: dict[str, _EventFile] = {}
 
@@ -56,10 +63,6 @@ class MetricsLog:
             raise SearchError(
                 f"{self._folder / FILE}: cannot be written: {fault.strerror}"
             ) from None
-
-    def forget(self, placer: str) -> None:
-        """The method begins anew; updates are counted from 1 again."""
-        self._last.pop(placer, None)
 
     def close(self) -> None:
         if self._file is not None:

@@ -142,7 +142,6 @@ def search(
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
     """
-    metrics = MetricsLog(directory) if directory is not None else None
     known: dict[Placement, Measurement] = {}
     told: list[Trial] = []
     progress = Progress(budget=budget, started=time.monotonic())
@@ -157,6 +156,14 @@ def search(
         progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)
     progress.resumed = len(told)
+    # All of them before the first trial: a checkpoint that cannot be used must not cost a search.
+    restored = {
+        placer.name
+        for placer in placers
+        if told and directory is not None and placer.restore(directory, told)
+    }
+    metrics = None if directory is None else MetricsLog(directory, keep=restored)
+    since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
 
     def out_of_budget() -> bool:
@@ -179,11 +186,10 @@ def search(
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
         idle = 0
         progress.placer = placer.name
-        restored = directory is not None and placer.restore(directory, told)
-        if told and not restored:
+        if told and placer.name not in restored:
             placer.tell(told)
-        if metrics is not None and not restored:
-            metrics.forget(placer.name)
+        if since:
+            placer.tell(since)
         checkpointed = time.monotonic()
         while not (
             stop()
@@ -222,10 +228,10 @@ def search(
             for trial in trials:
                 progress.count(trial)
             if number + 1 < len(placers):  # for those that come after
-                told += trials
-                if len(told) > 2 * _MOST_TOLD:
-                    told = sorted(told, key=lambda trial: trial.measurement.mean_seconds)
-                    del told[_MOST_TOLD:]
+                since += trials
+                if len(since) > 2 * _MOST_TOLD:
+                    since.sort(key=lambda trial: trial.measurement.mean_seconds)
+                    del since[_MOST_TOLD:]
             # What it asked for but others had tried is told as its own: that is what it proposed.
             answers = [
                 as_trial(placement=placement, measurement=measurement)

@@ -56,7 +56,7 @@ def test_train_then_place_with_the_policy(run: Callable[..., Any], graph_file: P
     assert "trained on 2 problems" in result.out
     result = run(
         "place", graph_file, "-c", "k80x4", "-m", "ppo", "--policy", "policy.st",
-        "--learner", "warm_start=0", "--trials", "1", "-o", "out", "--json",
+        "--trials", "1", "-o", "out", "--json",
     )  # fmt: skip
     assert result.code == 0
     assert result.json["trials"] == 1  # the policy's best guess, and nothing else
@@ -71,6 +71,7 @@ def test_train_then_place_with_the_policy(run: Callable[..., Any], graph_file: P
         (("--learner", "samples=0"), "samples must be at least 1, not 0"),
         (("--learner", "sample=3"), "did you mean samples?"),
         (("--policy", "nothing.st"), "nothing.st: no such file"),
+        (("--policy", "x.st", "--learner", "policy.hidden=8"), "describes a new policy"),
         (("--policy", "broken.st"), "broken.st: not a placewright-policy/1 file"),
         (("-m", "reinforce", "--policy", "list.st"), "made for 3 groups"),
     ],

@@ -19,7 +19,13 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
 from placewright.search import Budget, search
-from placewright.testing import check_placer, gpu_boards, layered_graph, tiny_problems
+from placewright.testing import (
+    check_placer,
+    gpu_boards,
+    layered_graph,
+    random_problem,
+    tiny_problems,
+)
 
 SMALL = configured(PPO, ["policy.hidden=16", "samples=8", "warm_start=0", "polish=0"])
 PAPER = configured(REINFORCE, ["policy.hidden=16", "samples=8"])
@@ -103,7 +109,7 @@ def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> No
     learner = _learner(problem, config)
     times = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     asked = learner.ask(8)
-    learner._answers = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in times]
+    learner._answers[:] = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in times]
     batch = learner.batch()
     found = learner.gradients(batch)
     rewards = torch.tensor([-math.sqrt(t) for t in times])
@@ -119,12 +125,13 @@ def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> No
 
 def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
     problem = _problem(8)
-    for config in (replace(PAPER, failures_until=0), replace(SMALL, failures_until=0, entropy=0)):
+    for config in (replace(PAPER, failures_until=1), replace(SMALL, failures_until=1)):
         learner = _learner(problem, config)
+        _answer(learner, [None] * 4 + [1.0] * 4)  # Adam has momentum now
         before = _weights(learner)
         _answer(learner, [None] * 8)
-        (metrics,) = learner.take_metrics()
-        assert metrics["baseline"] == learner._failing_reward
+        early, late = learner.take_metrics()
+        assert early["baseline"] == late["baseline"]
         assert torch.equal(_weights(learner), before)
     learner = _learner(problem, PAPER)  # early on, they do
     before = _weights(learner)
@@ -178,6 +185,30 @@ def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
     assert plain is not None
     assert polished is not None
     assert polished.measurement.mean_seconds < plain.measurement.mean_seconds
+    # What it found is likelier to the policy that polishes than to one that does not.
+    likelihood = {}
+    for name, config in (("imitates", replace(SMALL, polish=32)), ("does not", SMALL)):
+        learner = _learner(problem, config)
+        search([learner], evaluator, budget)
+        actions = learner._actions(polished.placement.devices)[None]
+        likelihood[name] = learner.policy.score(learner._x, actions)[0].sum().item()
+    assert likelihood["imitates"] > likelihood["does not"]
+
+
+def test_the_failing_signal_is_worse_than_any_placement_that_runs() -> None:
+    for seed in range(20):
+        problem = random_problem(seed)
+        learner = _learner(problem, SMALL)
+        for measurement in SimulatedEvaluator(problem).evaluate(
+            RandomPlacement(problem, seed=seed).ask(20)
+        ):
+            if measurement.ok:
+                assert learner._reward(measurement) >= learner._failing_reward
+
+
+def test_clusters_larger_than_the_default_table_have_room() -> None:
+    problem = make_problem(layered_graph(40, 6), gpu_boards(18), target_groups=10)
+    assert len(_learner(problem, SMALL).ask(8)) == 8
 
 
 @pytest.mark.parametrize("config", [SMALL, PAPER])
@@ -219,6 +250,73 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
     assert updates(metrics[0]) == updates(metrics[1])
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_repeated(tmp_path: Path) -> None:
+    problem = _problem(30)
+
+    def run(folder: Path, *budgets: int) -> list[Trial]:
+        folder.mkdir()
+        for trials in budgets:
+            learner = _learner(problem, SMALL)
+            learner.checkpoint = lambda folder: False  # type: ignore[method-assign]
+            with Journal(folder / "journal.jsonl", problem) as journal:
+                search([learner], SimulatedEvaluator(problem), Budget(trials=trials),
+                       journal=journal, directory=folder)  # fmt: skip
+        with Journal(folder / "journal.jsonl", problem) as journal:
+            return list(journal.trials)
+
+    whole, parts = run(tmp_path / "whole", 120), run(tmp_path / "parts", 61, 120)
+    assert [t.placement for t in whole] == [t.placement for t in parts]
+
+
+def test_a_run_that_ends_in_the_middle_of_a_batch_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    problem = _problem(30)
+
+    def run(folder: Path, *budgets: int) -> list[Trial]:
+        folder.mkdir()
+        for trials in budgets:
+            with Journal(folder / "journal.jsonl", problem) as journal:
+                search([_learner(problem, SMALL)], SimulatedEvaluator(problem),
+                       Budget(trials=trials), journal=journal, directory=folder)  # fmt: skip
+        with Journal(folder / "journal.jsonl", problem) as journal:
+            return list(journal.trials)
+
+    whole, parts = run(tmp_path / "whole", 120), run(tmp_path / "parts", 61, 120)
+    assert [t.placement for t in whole] == [t.placement for t in parts]
+
+
+def test_answers_may_come_in_any_order_and_some_at_a_time() -> None:
+    problem = _problem(30)
+    in_order, shuffled = _learner(problem, SMALL), _learner(problem, SMALL)
+    asked = in_order.ask(8)
+    assert shuffled.ask(8) == asked
+    measured = SimulatedEvaluator(problem).evaluate(asked)
+    trials = [
+        Trial(placement=p, measurement=m, placer="learner")
+        for p, m in zip(asked, measured, strict=True)
+    ]
+    in_order.tell(trials)
+    shuffled.tell(trials[:2:-1])
+    assert shuffled.ask(8) == []  # until the rest is answered
+    shuffled.tell(trials[:3])
+    assert torch.equal(_weights(in_order), _weights(shuffled))
+    assert in_order.ask(8) == shuffled.ask(8)
+
+
+def test_a_restored_learner_knows_what_others_found_since(tmp_path: Path) -> None:
+    problem = _problem(8)
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1.0] * 8)
+    assert learner.checkpoint(tmp_path)
+    restored = _learner(problem, SMALL)
+    other = Trial(
+        placement=RandomPlacement(problem, seed=9).ask(1)[0],
+        measurement=Measurement(outcome=Outcome.OK, step_seconds=(0.5,)),
+        placer="local-search",
+    )
+    assert restored.restore(tmp_path, [other])
+    assert restored._elites[0].seconds == 0.5
+
+
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
     problem = _problem(8)
     learner = _learner(problem, SMALL)
@@ -229,6 +327,10 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path)
     assert _learner(problem, SMALL).restore(tmp_path, [])
     with pytest.raises(LearningError, match="another architecture"):
         _learner(problem, configured(SMALL, ["policy.hidden=18"])).restore(tmp_path, [])
+    with pytest.raises(LearningError, match="the run began with samples 8, not 4"):
+        _learner(problem, replace(SMALL, samples=4)).restore(tmp_path, [])
+    with pytest.raises(LearningError, match="the run began with seed 0, not 1"):
+        _learner(problem, SMALL, 1).restore(tmp_path, [])
     with pytest.raises(LearningError, match="checkpoint of problem"):
         _learner(_problem(9), SMALL).restore(tmp_path, [])
     for damaged in (b"", whole[:1000], whole[: len(whole) - 10]):
@@ -259,6 +361,8 @@ def test_with_one_choice_for_each_group_there_is_one_placement() -> None:
 def test_settings_are_checked() -> None:
     assert configured(PPO, ["samples=4", "policy.hidden=64", "clip=none"]).clip is None
     assert configured(PPO, ["normalise=false"]).normalise is False
+    off = configured(PPO, ["elites=0", "imitation=0", "warm_start=0", "polish=0"])
+    assert off.elites == 0
     for setting, words in {
         "samples=0": "samples must be at least 1",
         "samples=many": "'many' is not of type int",
@@ -269,7 +373,11 @@ def test_settings_are_checked() -> None:
         "policy.adjacency=tree": "'list' or 'neighbours'",
         "elites=0": "need elites",
         "learning_rate=-1": "positive",
-        "clip=0": "positive or none",
+        "clip=0": "clip must be positive",
+        "entropy=nan": "entropy must be a number",
+        "failing_seconds=inf": "failing_seconds must be a number",
+        "entropy_decay=2": "at most 1",
+        "policy.tanh_constant=inf": "tanh_constant must be positive",
         "baseline_decay=1": "below 1",
     }.items():
         with pytest.raises(LearningError, match=words):

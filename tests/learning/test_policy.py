@@ -14,7 +14,7 @@ from placewright.problem import Problem, make_problem
 from placewright.testing import gpu_boards, layered_graph, random_problem
 
 PAPER = PolicyConfig(
-    hidden=16, bidirectional=False, adjacency="list", log_shapes=False, costs=False, aligned=False,
+    hidden=16, bidirectional=False, adjacency="list", logarithms=False, costs=False, aligned=False,
     running=False, device_features=False,
 )  # fmt: skip
 MODERN = PolicyConfig(hidden=16)
@@ -22,7 +22,7 @@ MODERN = PolicyConfig(hidden=16)
 
 def _policy(config: PolicyConfig, problem: Problem) -> tuple[Policy, Inputs]:
     torch.manual_seed(0)
-    policy = Policy.for_problem(config, problem)
+    policy = Policy.for_problems(config, [problem])
     with torch.no_grad():  # an untrained policy is too even to show a difference
         for parameter in policy.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -83,8 +83,13 @@ def test_samples_follow_the_scored_probabilities() -> None:
 
 
 def test_noise_makes_samples_more_random_and_greedy_takes_the_likeliest() -> None:
-    problem = random_problem(1)
+    problem = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
     policy, x = _policy(MODERN, problem)
+    mean = {}
+    for noise in (0.0, 20.0):
+        _, logp = policy.sample(x, 200, torch.Generator().manual_seed(0), noise=noise)
+        mean[noise] = logp.sum(dim=1).mean().item()
+    assert mean[20.0] < mean[0.0] - 1  # the policy holds what it sampled for less likely
     greedy, logp = policy.sample(x, 1, torch.Generator().manual_seed(0), greedy=True)
     again, _ = policy.sample(x, 1, torch.Generator().manual_seed(5), greedy=True)
     assert (greedy == again).all()
@@ -195,7 +200,10 @@ def test_files_that_are_no_policy_or_another_one(tmp_path: Path) -> None:
         Policy.load(path)
 
 
-def test_more_devices_than_the_policy_has_room_for() -> None:
-    problem = random_problem(0)
-    with pytest.raises(LearningError, match="room for 1 devices"):
-        _policy(PolicyConfig(hidden=16, max_devices=1), problem)
+def test_room_for_devices() -> None:
+    problem = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
+    policy, x = _policy(PolicyConfig(hidden=16, max_devices=1), problem)  # grows with the problem
+    assert policy.sample(x, 1, torch.Generator().manual_seed(0))[0].max() < 4
+    larger = make_problem(layered_graph(40, 6), gpu_boards(6), target_groups=10)
+    with pytest.raises(LearningError, match="room for 4 devices, the cluster has 6"):
+        policy.inputs(features(larger, policy.types))

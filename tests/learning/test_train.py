@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from placewright import methods
@@ -44,6 +46,19 @@ def test_a_trained_policy_places_an_unseen_graph_better_than_chance(tmp_path: Pa
 
 
 def test_the_papers_adjacency_cannot_be_shared_by_graphs() -> None:
-    lesson = Lesson(evaluator=SimulatedEvaluator(_problem(0)))
+    graphs = layered_graph(120, 6), layered_graph(90, 6)
+    lessons = [
+        Lesson(evaluator=SimulatedEvaluator(make_problem(g, gpu_boards(2), target_groups=n)))
+        for g, n in zip(graphs, (20, 15), strict=True)
+    ]
     with pytest.raises(LearningError, match="adjacency=neighbours"):
-        train([lesson], REINFORCE, Budget(trials=10))
+        train(lessons, REINFORCE, Budget(trials=10))
+
+
+def test_training_ends_when_there_is_nothing_to_choose() -> None:
+    problem = _problem(0)
+    forbidden = np.zeros((problem.num_groups, problem.num_devices), dtype=np.bool_)
+    forbidden[:, 1:] = True
+    pinned = dataclasses.replace(problem, forbidden=forbidden)
+    with pytest.raises(LearningError, match="nothing to choose"):
+        train([Lesson(evaluator=SimulatedEvaluator(pinned))], SMALL, Budget(trials=50))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from placewright.search import Progress as SearchProgress
 
 RESULT_FILES = (
-    "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "summary.json",
+    "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz", "report.html", "summary.json",
     "trace.json",
 )  # fmt: skip
 

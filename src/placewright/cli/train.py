@@ -96,7 +96,8 @@ def train(
                 if trial is not None and trial.measurement.ok
             )
             status.update(
-                f"round {training.rounds}, {training.trials:,} trials, {training.seconds:.0f} s: "
+                f"update {max(training.updates)}, {training.trials:,} trials, "
+                f"{training.seconds:.0f} s: "
                 f"{common.escaped(best)}"
             )
 
@@ -105,13 +106,15 @@ def train(
             stop=lambda: bool(stopped),
         )  # fmt: skip
     trained.cpu().save(output)
-    rounds, tried = (state[0].rounds, state[0].trials) if state else (0, 0)
+    (training,) = state
     if as_json:
-        common.print_json({"policy": output, "rounds": rounds, "trials": tried, "lessons": names})
+        updates = dict(zip(names, training.updates, strict=True))
+        common.print_json({"policy": output, "trials": training.trials, "updates": updates})
     else:
         common.console.print(
-            f"{common.escaped(output)}: trained on {len(lessons)} problems for {rounds} updates "
-            f"each, {tried:,} trials; use it with placewright place --policy"
+            f"{common.escaped(output)}: trained on {len(lessons)} problems, "
+            f"{sum(training.updates):,} updates, {training.trials:,} trials; "
+            "use it with placewright place --policy"
         )
     if stopped:
         raise typer.Exit(130)

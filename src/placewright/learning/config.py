@@ -7,6 +7,7 @@ fields are also the command line: `placewright place ... --learner samples=32`.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -36,8 +37,8 @@ class LearnerConfig:
 
     failing_seconds: float | None = None
     """What a placement that fails counts as: the 'failing signal', fixed and large. The paper gives
-    no number. None: twice the time of the whole graph on the slowest of its devices, one op after
-    another, so that any placement that runs is better."""
+    no number. None: every op on its slowest device and every tensor sent to all the others, one
+    after another, so that any placement that runs is better."""
     failures_until: int = 5000
     """After so many updates only placements that ran update the parameters and the baseline: late
     in training a failure is more likely the machine's than the placement's (paper, section 3.1)."""
@@ -78,38 +79,48 @@ class LearnerConfig:
     milliseconds."""
 
     imitation_steps: int = 6
-    """Gradient steps of imitation alone after each update, where the local search finds better
-    placements than the policy has sampled."""
+    """Gradient steps of imitation alone after each update, where there is polishing: the local
+    search finds better placements faster than the policy's own updates can follow."""
+    settled: float = 0.03
+    """The learner ends when less than this share of its samples is new (a moving average) and there
+    is no local search to go on; 0: never."""
 
     def __post_init__(self) -> None:
+        for name, kind in _types(type(self)).items():
+            value = getattr(self, name)
+            if kind.startswith("float") and value is not None and not math.isfinite(value):
+                raise LearningError(f"learner: {name} must be a number, not {value}")
         for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving"):
             if getattr(self, name) < 1:
-                raise LearningError(
-                    f"learner: {name} must be at least 1, not {getattr(self, name)}"
-                )
+                value = getattr(self, name)
+                raise LearningError(f"learner: {name} must be at least 1, not {value}")
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
-            "imitation", "warm_start", "polish", "imitation_steps",
+            "imitation", "warm_start", "polish", "imitation_steps", "settled",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise LearningError(
                     f"learner: {name} must not be negative, not {getattr(self, name)}"
                 )
-        for name in ("learning_rate", "clip_norm", "learning_rate_decay", "entropy_decay"):
-            if not getattr(self, name) > 0:
-                raise LearningError(f"learner: {name} must be positive, not {getattr(self, name)}")
+        for name in ("learning_rate", "clip_norm", "failing_seconds", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise LearningError(f"learner: {name} must be positive, not {value}")
+        for name in ("learning_rate_decay", "entropy_decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise LearningError(
+                    f"learner: {name} must be above 0 and at most 1, not {getattr(self, name)}"
+                )
         if not 0 <= self.baseline_decay < 1:
             raise LearningError(
                 f"learner: baseline_decay must be from 0 to below 1, not {self.baseline_decay}"
             )
-        if self.clip is not None and not self.clip > 0:
-            raise LearningError(f"learner: clip must be positive or none, not {self.clip}")
-        if self.failing_seconds is not None and not self.failing_seconds > 0:
-            raise LearningError(
-                f"learner: failing_seconds must be positive, not {self.failing_seconds}"
-            )
         if (self.warm_start or self.polish or self.imitation) and not self.elites:
             raise LearningError("learner: imitation, warm_start and polish need elites")
+
+
+def _types(config: Any) -> dict[str, str]:
+    return {entry.name: str(entry.type) for entry in fields(config)}
 
 
 PPO = LearnerConfig()
@@ -119,11 +130,12 @@ REINFORCE = LearnerConfig(
         hidden=128,
         bidirectional=False,
         adjacency="list",
-        log_shapes=False,
+        logarithms=False,
         costs=False,
         aligned=False,
         running=False,
         device_features=False,
+        temperature=1.0,
     ),
     learning_rate=1e-3,
     normalise=False,
@@ -134,6 +146,7 @@ REINFORCE = LearnerConfig(
     imitation=0.0,
     warm_start=0,
     polish=0,
+    settled=0.0,
 )
 
 PRESETS = {"reinforce": REINFORCE, "ppo": PPO}
@@ -141,28 +154,24 @@ PRESETS = {"reinforce": REINFORCE, "ppo": PPO}
 
 def configured(base: LearnerConfig, settings: Sequence[str]) -> LearnerConfig:
     """The config with `name=value` settings applied, as the command line gives them."""
+    changes: dict[str, Any] = {}
+    policy_changes: dict[str, Any] = {}
     for setting in settings:
-        name, equals, text = setting.partition("=")
-        name = name.strip()
+        name, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
             raise LearningError(f"--learner {setting!r} is not of the form name=value")
-        if name.startswith("policy."):
-            policy = _set(base.policy, name.removeprefix("policy."), text.strip(), setting)
-            base = replace(base, policy=policy)
-        elif name == "policy":
+        if name == "policy":
             raise LearningError(f"--learner {setting!r}: set its fields, such as policy.hidden=256")
-        else:
-            base = _set(base, name, text.strip(), setting)
-    return base
-
-
-def _set(config: Any, name: str, text: str, setting: str) -> Any:
-    types = {entry.name: str(entry.type) for entry in fields(config)}
-    if name not in types:
-        close = difflib.get_close_matches(name, types, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
-        raise LearningError(f"--learner {setting!r}: unknown setting {name!r}; {hint}")
-    return replace(config, **{name: _value(types[name], text, setting)})
+        of_policy = name.startswith("policy.")
+        name = name.removeprefix("policy.")
+        types = _types(PolicyConfig if of_policy else LearnerConfig)
+        if name not in types:
+            close = difflib.get_close_matches(name, types, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
+            raise LearningError(f"--learner {setting!r}: unknown setting {name!r}; {hint}")
+        (policy_changes if of_policy else changes)[name] = _value(types[name], text, setting)
+    # All at once: some only make sense together.
+    return replace(base, policy=replace(base.policy, **policy_changes), **changes)
 
 
 def _value(kind: str, text: str, setting: str) -> Any:

@@ -39,7 +39,9 @@ class Features:
     order: IndexArray
     """[G] the problem's number of the group at each position."""
     types_GV: Array32
-    """How many ops of each type: the logarithm of 1 + count, scaled to length 1."""
+    """How many ops of each type, in tens."""
+    log_types_GV: Array32
+    """The same as logarithms of 1 + count, scaled to length 1."""
     shapes_GS: Array32
     """Sizes of the dimensions of the largest outputs, in thousands."""
     log_shapes_GS: Array32
@@ -81,6 +83,9 @@ def features(problem: Problem, types: Sequence[str]) -> Features:
     position = np.empty(groups, dtype=np.int64)
     position[order] = np.arange(groups)
 
+    counts = _types(problem, position, types)
+    log_counts = np.log1p(counts)
+    length = np.linalg.norm(log_counts, axis=1, keepdims=True)
     traffic = _traffic(problem, position)
     shapes = _shapes(problem, position)
     seconds = problem.group_seconds.T[order]  # [G, D]
@@ -92,7 +97,8 @@ def features(problem: Problem, types: Sequence[str]) -> Features:
     capacity = np.array([device.memory_bytes for device in problem.cluster.devices], np.float64)
     return Features(
         order=order,
-        types_GV=_types(problem, position, types),
+        types_GV=(counts / 10).astype(np.float32),
+        log_types_GV=(log_counts / np.maximum(length, 1e-12)).astype(np.float32),
         shapes_GS=(shapes / 1000).astype(np.float32),
         log_shapes_GS=(np.log2(1 + shapes) / 10).astype(np.float32),
         feeds_GG=(traffic.T > 0).astype(np.float32),
@@ -110,7 +116,8 @@ def features(problem: Problem, types: Sequence[str]) -> Features:
     )
 
 
-def _types(problem: Problem, position: npt.NDArray[np.int64], types: Sequence[str]) -> Array32:
+def _types(problem: Problem, position: npt.NDArray[np.int64], types: Sequence[str]) -> FloatArray:
+    """[G, V] number of ops of each type."""
     column = {kind: number for number, kind in enumerate(types)}
     for kind in set(problem.graph.op_types) - set(types):
         digest = hashlib.blake2b(kind.encode(), digest_size=8).digest()
@@ -119,9 +126,7 @@ def _types(problem: Problem, position: npt.NDArray[np.int64], types: Sequence[st
     rows = position[problem.grouping.group_of]
     columns = np.array([column[kind] for kind in problem.graph.op_types], dtype=np.int64)
     np.add.at(counts, (rows, columns), 1.0)
-    counts = np.log1p(counts)
-    length = np.linalg.norm(counts, axis=1, keepdims=True)
-    return np.asarray(counts / np.maximum(length, 1e-12), dtype=np.float32)
+    return counts
 
 
 def _shapes(problem: Problem, position: npt.NDArray[np.int64]) -> FloatArray:
@@ -199,7 +204,7 @@ def _devices(problem: Problem, seconds: FloatArray, capacity: FloatArray) -> Arr
     others = max(count - 1, 1)
     transfer = (cluster.routes.latency_seconds + 1e6 * cluster.routes.seconds_per_byte).sum(axis=1)
     columns = [
-        np.log(total / max(total.min(), 1e-12)),
+        np.log(np.maximum(total, 1e-12) / max(total.min(), 1e-12)),
         capacity / capacity.max(),
         np.array([float(device.type == "cpu") for device in cluster.devices]),
         np.log1p(transfer / others / max(total.min(), 1e-12) * len(seconds)),

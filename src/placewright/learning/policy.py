@@ -10,8 +10,9 @@ Letters in names: K samples, G groups, D devices, H hidden, A attention, F runni
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,8 +52,8 @@ class PolicyConfig:
     """How a group's neighbours are seen. `list`: which groups feed it and which it feeds, a column
     for each group (the paper's), which ties the policy to graphs of one size. `neighbours`: the
     mean of the neighbours' own features, weighted by traffic, two rounds."""
-    log_shapes: bool = True
-    """Output shapes as logarithms instead of plain numbers."""
+    logarithms: bool = True
+    """Type counts and output shapes as logarithms instead of plain numbers."""
     costs: bool = True
     """Whether work, memory, traffic and position of a group are seen."""
     aligned: bool = True
@@ -65,12 +66,12 @@ class PolicyConfig:
     """Whether a device's embedding is also made from what the device is (speed, memory, CPU or
     not), which lets a policy move to another cluster."""
     max_devices: int = 16
-    """Rows of the table of device embeddings."""
+    """Rows of the table of device embeddings; more where the problem has more devices."""
     tanh_constant: float = 5.0
-    """Logits are squashed into +- this, which keeps the policy from being certain too soon. The
-    later controller has the same mechanism."""
-    temperature: float = 1.0
-    """Logits are divided by it before they are squashed."""
+    """C of C * tanh(logits / T), which keeps the policy from being certain too soon (the later
+    controller's)."""
+    temperature: float = 5.0
+    """T of the same. 5 leaves small logits as they are; the paper's preset has 1."""
     forget_bias: float = 1.0
     """Added to the LSTMs' forget gates at the start (the later controller's)."""
 
@@ -87,8 +88,10 @@ class PolicyConfig:
                 f"policy: adjacency is 'list' or 'neighbours', not {self.adjacency!r}"
             )
         for name in ("tanh_constant", "temperature"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise LearningError(f"policy: {name} must be positive, not {getattr(self, name)}")
+        if not math.isfinite(self.forget_bias):
+            raise LearningError(f"policy: forget_bias must be a number, not {self.forget_bias}")
 
 
 class Inputs(NamedTuple):
@@ -189,8 +192,16 @@ class Policy(nn.Module):
                     module.weight *= 0.1
 
     @staticmethod
-    def for_problem(config: PolicyConfig, problem: Problem) -> Policy:
-        return Policy(config, vocabulary([problem]), problem.num_groups)
+    def for_problems(config: PolicyConfig, problems: Sequence[Problem]) -> Policy:
+        """A new policy with room for these problems' devices and with their op types."""
+        devices = max(problem.num_devices for problem in problems)
+        config = replace(config, max_devices=max(config.max_devices, devices))
+        if config.adjacency == "list" and len({problem.num_groups for problem in problems}) > 1:
+            raise LearningError(
+                "a policy for several graphs needs policy.adjacency=neighbours: a list of "
+                "neighbours is tied to the size of one graph"
+            )
+        return Policy(config, vocabulary(problems), problems[0].num_groups)
 
     def inputs(self, seen: Features) -> Inputs:
         """The features as tensors, where the parameters are."""
@@ -205,14 +216,14 @@ class Policy(nn.Module):
                 f"the policy has room for {self.config.max_devices} devices, the cluster has "
                 f"{devices}; make one with a larger max_devices"
             )
-        where = self.given.weight.device
+        where, logarithms = self.given.weight.device, self.config.logarithms
 
         def tensor(array: Any) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(where)
 
         return Inputs(
-            types_GV=tensor(seen.types_GV),
-            shapes_GS=tensor(seen.log_shapes_GS if self.config.log_shapes else seen.shapes_GS),
+            types_GV=tensor(seen.log_types_GV if logarithms else seen.types_GV),
+            shapes_GS=tensor(seen.log_shapes_GS if logarithms else seen.shapes_GS),
             feeds_GG=tensor(seen.feeds_GG),
             sends_GG=tensor(seen.sends_GG),
             receives_GG=tensor(seen.receives_GG),
@@ -286,8 +297,7 @@ class Policy(nn.Module):
         return chosen, entropy_KG
 
     def _squash(self, logits: Tensor) -> Tensor:
-        constant = self.config.tanh_constant
-        return constant * torch.tanh(logits / (self.config.temperature * constant))
+        return self.config.tanh_constant * torch.tanh(logits / self.config.temperature)
 
     @torch.inference_mode()
     def sample(

@@ -11,12 +11,11 @@ import torch
 from placewright.errors import LearningError
 from placewright.evaluators.base import Evaluator
 from placewright.learning.config import LearnerConfig
-from placewright.learning.features import vocabulary
 from placewright.learning.learner import Learner, Updater
 from placewright.learning.policy import Policy
 from placewright.measurement import Trial
 from placewright.placers.base import Placer
-from placewright.search import Budget, better
+from placewright.search import BATCH, Budget, better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,8 @@ class Lesson:
 class Training:
     """Where a training stands; given to the observer after every round."""
 
-    rounds: int = 0
+    updates: list[int]
+    """Of each lesson."""
     trials: int = 0
     seconds: float = 0.0
     best: list[Trial | None]
@@ -56,16 +56,11 @@ def train(
     Advantages, elites and baselines are each lesson's own, so that a graph with long steps counts
     no more than one with short ones. `policy` is one to go on training.
     """
-    if config.policy.adjacency != "neighbours":
-        raise LearningError(
-            "a policy for several graphs needs policy.adjacency=neighbours: a list of neighbours "
-            "is tied to the size of one graph"
-        )
     problems = [lesson.evaluator.problem for lesson in lessons]
     if policy is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            policy = Policy(config.policy, vocabulary(problems))
+            policy = Policy.for_problems(config.policy, problems)
     if torch.cuda.is_available():
         policy = policy.cuda()
     updater = Updater(policy, config)
@@ -76,7 +71,9 @@ def train(
         )
         for number, lesson in enumerate(lessons)
     ]  # fmt: skip
-    training = Training(best=[None] * len(lessons), metrics=[{} for _ in lessons])
+    training = Training(
+        best=[None] * len(lessons), metrics=[{} for _ in lessons], updates=[0] * len(lessons)
+    )
     started = time.monotonic()
 
     def finished() -> bool:
@@ -84,22 +81,30 @@ def train(
         out_of_time = budget.seconds is not None and training.seconds >= budget.seconds
         return stop() or out_of_time or training.trials >= (budget.trials or float("inf"))
 
-    while not finished():
+    going = True
+    while going and not finished():
+        going = False
         for number, (lesson, learner) in enumerate(zip(lessons, learners, strict=True)):
-            _one_update(lesson, learner, number, training, finished)
-        training.rounds += 1
+            going |= _one_update(lesson, learner, number, training, finished)
+        training.updates = [learner.updates for learner in learners]
         observe(training)
+    if not any(learner.updates for learner in learners):
+        raise LearningError(
+            f"no update in {training.trials} trials: the budget is too small, or there is nothing "
+            "to choose"
+        )
     return policy
 
 
 def _one_update(
     lesson: Lesson, learner: Learner, number: int, training: Training, finished: Callable[[], bool]
-) -> None:
+) -> bool:
+    """Whether there was anything left to try."""
     before = learner.updates
     while learner.updates == before and not finished():
-        asked = learner.ask(64)
+        asked = learner.ask(BATCH)
         if not asked:
-            return
+            return False
         measurements = lesson.evaluator.evaluate(asked)
         trials = [
             Trial(placement=placement, measurement=measurement, placer=learner.name)
@@ -111,3 +116,4 @@ def _one_update(
             training.best[number] = better(training.best[number], trial)
     for metrics in learner.take_metrics():
         training.metrics[number] = metrics
+    return True
