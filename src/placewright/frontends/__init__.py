@@ -49,10 +49,8 @@ def load(
     if isinstance(source, Graph):
         return source
     if _is_path(source) and Path(source).suffix == ".json" and Path(source).is_file():
-        _refuse(
-            "a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch
-        )
-        return Graph.load(source)
+        _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
+        return Graph.load(Path(source))
     return _step(source, scale, batch, dims, signature, fetches).graph()
 
 

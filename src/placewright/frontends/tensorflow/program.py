@@ -24,12 +24,12 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A `Graph` and what it takes to run it. The names of the nodes are those of the graph's ops."""
+    """A `Graph` and what it takes to run it. The nodes have the names of the graph's ops."""
 
     graph: Graph
     graph_def: bytes
-    """The step and the initialisers, serialised, without devices and co-location: the placement says
-    where everything goes, and its grouping keeps together what must be."""
+    """The step and the initialisers, serialised, without devices and co-location: the placement
+    says where everything goes, and its grouping keeps together what must be."""
     inputs: tuple[Input, ...]
     targets: tuple[str, ...]
     """Ops that a step runs."""
