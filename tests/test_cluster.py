@@ -64,6 +64,19 @@ def test_a_half_duplex_wire_is_one_channel(tmp_path: Path) -> None:
     assert cluster.routes.channels.tolist() == [0, 0]
 
 
+def test_the_overhead_of_a_link(tmp_path: Path) -> None:
+    link = LINK.replace("pairs", "overhead: 80us, overhead_bandwidth: 2 GB/s, pairs")
+    cluster = load(TWO + f"links: [{link}]", tmp_path)
+    assert cluster.routes.overhead_seconds[0, 1] == pytest.approx(80e-6)
+    assert cluster.routes.overhead_seconds_per_byte[1, 0] == pytest.approx(0.5e-9)
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+    # One without stays what it was before there was such a thing.
+    plain = load(TWO + f"links: [{LINK}]", tmp_path)
+    plain.save(tmp_path / "plain.yaml")
+    assert "overhead" not in (tmp_path / "plain.yaml").read_text()
+
+
 def test_local_describes_this_machine_the_same_way_twice() -> None:
     cluster = Cluster.load("local")
     assert cluster.devices[0].type == "cpu"
@@ -92,6 +105,14 @@ def test_local_describes_this_machine_the_same_way_twice() -> None:
         (TWO + f"links: [{LINK.replace('1 GB/s', '0')}]", "bandwidth of link 'l' must be positive"),
         (TWO + f"links: [{LINK.replace('1us', '-1us')}]", "latency of link 'l' must not be neg"),
         (TWO + f"links: [{LINK.replace('1us', '.nan')}]", "latency of link 'l' must not be neg"),
+        (
+            TWO + f"links: [{LINK.replace('pairs', 'overhead: -1us, pairs')}]",
+            "overhead of link 'l' must not be negative",
+        ),
+        (
+            TWO + f"links: [{LINK.replace('pairs', 'overhead_bandwidth: 0, pairs')}]",
+            "overhead_bandwidth of link 'l' must be positive",
+        ),
         (TWO + f"links: [{LINK}, {LINK}]", "two links named 'l'"),
         (KIND.replace("1 TFLOPS", "0") + "devices: [{name: a, kind: k}]", "peak_flops of device"),
         (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ class Result:
     """How long the search took."""
     seed: int
     interrupted: bool = False
+    measured: bool = False
+    """Whether the times are of real runs. What is proven in the simulator does not hold for those,
+    so that the lower bound is 0."""
 
     @property
     def placement(self) -> Placement:
@@ -134,9 +138,11 @@ class Result:
             "command": command,
             "seed": self.seed,
             "interrupted": self.interrupted,
+            "measured": self.measured,
             "outcome": best.outcome.value if best else "no placement ran",
             "method": self.best.placer if self.best else None,
             "step_seconds": best.mean_seconds if best else None,
+            "half_width_seconds": best.half_width_seconds if best else None,
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
             "speed_up_over_single": self.speed_up,
@@ -236,35 +242,31 @@ def run(
     policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
+    evaluator: Evaluator | None = None,
 ) -> Result:
-    """Runs the methods one after another and gathers what they found."""
+    """Runs the methods one after another and gathers what they found.
+
+    `evaluator` is what the placements are tried on: the simulator unless another one is given.
+    """
     bounds = lower_bounds(problem)
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
-    evaluator: Evaluator = SimulatedEvaluator(problem)
+    measured = evaluator is not None
+    evaluator = evaluator or SimulatedEvaluator(problem)
     chosen = registry.make(
         methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
         learner=learner, policy=None if policy is None else str(policy),
         cheap=evaluator.cheap,
     )  # fmt: skip
-    # The first evaluation compiles the simulator, which is nobody's search time.
+    # The first evaluation compiles the simulator, or starts the devices' processes, which is
+    # nobody's search time.
     evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     started = time.monotonic()
-    journal = None
-    if directory is not None:
-        check_directory(Path(directory), problem)
-        _make_directory(Path(directory))
-        journal = Journal(Path(directory) / "journal.jsonl", problem)
-        # At the beginning, so that also a run that is killed can be looked at.
-        problem.save(Path(directory) / PROBLEM_FILE)
-    try:
+    with open_journal(directory, problem) as journal:
         progress = search(
             chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
             directory=None if directory is None else Path(directory),
         )  # fmt: skip
-    finally:
-        if journal is not None:
-            journal.close()
     best = None
     for result in progress.results():
         if result.best is not None and result.best.measurement.ok:
@@ -273,13 +275,28 @@ def run(
         problem=problem,
         best=best,
         methods=tuple(progress.results()),
-        lower_bound_seconds=_best_bound(
-            [bounds.best, *(p.lower_bound_seconds for p in chosen)], best
-        ),
+        lower_bound_seconds=0.0
+        if measured
+        else _best_bound([bounds.best, *(p.lower_bound_seconds for p in chosen)], best),
         seconds=time.monotonic() - started,
         seed=seed,
         interrupted=stop(),
+        measured=measured,
     )
+
+
+@contextlib.contextmanager
+def open_journal(directory: str | Path | None, problem: Problem) -> Iterator[Journal | None]:
+    """The journal of a directory, which is made if need be; none without a directory."""
+    if directory is None:
+        yield None
+        return
+    check_directory(Path(directory), problem)
+    _make_directory(Path(directory))
+    # At the beginning, so that also a run that is killed can be looked at.
+    problem.save(Path(directory) / PROBLEM_FILE)
+    with Journal(Path(directory) / "journal.jsonl", problem) as journal:
+        yield journal
 
 
 def _best_bound(bounds: Sequence[float], best: Trial | None) -> float:

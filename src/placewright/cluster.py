@@ -106,10 +106,18 @@ class Link:
     """The neighbours (devices or switches) it joins; transfers between any of them share it."""
     duplex: bool = True
     """Whether the two directions are separate, as on PCIe, or share the wire."""
+    overhead_seconds: float = 0.0
+    """What a transfer takes of the processor at either end, where that is busy computing: gRPC
+    packs and unpacks on the cores that compute."""
+    overhead_bandwidth: float = math.inf
+    """Bytes per second of that work, on top."""
 
     def __post_init__(self) -> None:
         _not_negative(self.latency_seconds, f"latency of link {self.name!r}")
         _positive(self.bandwidth, f"bandwidth of link {self.name!r}")
+        _not_negative(self.overhead_seconds, f"overhead of link {self.name!r}")
+        if not self.overhead_bandwidth > 0:
+            raise ClusterError(f"overhead_bandwidth of link {self.name!r} must be positive")
         if not self.pairs:
             raise ClusterError(f"link {self.name!r} joins nothing; give it 'pairs'")
 
@@ -126,6 +134,10 @@ class Routes:
     """[D, D] summed over the route."""
     seconds_per_byte: FloatArray
     """[D, D] of the slowest link on the route."""
+    overhead_seconds: FloatArray
+    """[D, D] that either end is kept from computing, summed over the route."""
+    overhead_seconds_per_byte: FloatArray
+    """[D, D] likewise."""
     offsets: IndexArray
     """[D * D + 1] channels of the route from s to d: `channels[offsets[s*D+d] : ...]`."""
     channels: IndexArray
@@ -280,10 +292,20 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "bandwidth": link.bandwidth,
                 "pairs": [list(pair) for pair in link.pairs],
                 "duplex": link.duplex,
+                **_overhead_document(link),
             }
             for link in cluster.links
         ],
     }
+
+
+def _overhead_document(link: Link) -> dict[str, float]:
+    document = {}
+    if link.overhead_seconds:
+        document["overhead"] = link.overhead_seconds
+    if link.overhead_bandwidth < math.inf:
+        document["overhead_bandwidth"] = link.overhead_bandwidth
+    return document
 
 
 def from_document(document: object, *, where: str) -> Cluster:
@@ -319,7 +341,10 @@ def _cluster(document: object, where: str) -> Cluster:
         )
     links = []
     for entry in _list(fields.get("links", []), "'links'"):
-        data = _fields(entry, "a link", {"name", "latency", "bandwidth", "pairs", "duplex"})
+        known = {
+            "name", "latency", "bandwidth", "pairs", "duplex", "overhead", "overhead_bandwidth",
+        }  # fmt: skip
+        data = _fields(entry, "a link", known)
         name = _string(data.get("name"), "the name of a link")
         pairs = []
         for pair in _list(data.get("pairs"), f"'pairs' of link {name!r}"):
@@ -337,6 +362,14 @@ def _cluster(document: object, where: str) -> Cluster:
                 bandwidth=_quantity(data.get("bandwidth"), _RATES, f"bandwidth of {name!r}"),
                 pairs=tuple(pairs),
                 duplex=duplex,
+                overhead_seconds=_quantity(
+                    data.get("overhead", 0.0), _SECONDS, f"overhead of {name!r}"
+                ),
+                overhead_bandwidth=_quantity(
+                    data.get("overhead_bandwidth", math.inf),
+                    _RATES,
+                    f"overhead_bandwidth of {name!r}",
+                ),
             )
         )
     switches = [
@@ -479,6 +512,8 @@ def _find_routes(cluster: Cluster) -> Routes:
     n = cluster.num_devices
     latency = np.zeros((n, n))
     per_byte = np.zeros((n, n))
+    overhead = np.zeros((n, n))
+    overhead_per_byte = np.zeros((n, n))
     offsets = [0]
     channels: list[int] = []
     for s, source in enumerate(cluster.device_names):
@@ -492,12 +527,16 @@ def _find_routes(cluster: Cluster) -> Routes:
                 way = ways[target]
                 latency[s, d] = sum(link.latency_seconds for link, _ in way)
                 per_byte[s, d] = max(1.0 / link.bandwidth for link, _ in way)
+                overhead[s, d] = sum(link.overhead_seconds for link, _ in way)
+                overhead_per_byte[s, d] = sum(1.0 / link.overhead_bandwidth for link, _ in way)
                 # A shared wire that is not duplex can come twice (up to the host, down again).
                 channels += dict.fromkeys(channel for _, channel in way)
             offsets.append(len(channels))
     return Routes(
         latency_seconds=frozen(latency),
         seconds_per_byte=frozen(per_byte),
+        overhead_seconds=frozen(overhead),
+        overhead_seconds_per_byte=frozen(overhead_per_byte),
         offsets=frozen(np.array(offsets, dtype=np.int32)),
         channels=frozen(np.array(channels, dtype=np.int32)),
         channel_names=tuple(channel_names),

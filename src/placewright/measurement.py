@@ -5,12 +5,24 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from placewright.errors import PlacementError
 from placewright.placement import Placement
+
+_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for a 95% confidence interval with 1, 2, ... degrees of freedom."""
+
+
+def half_width(seconds: Sequence[float]) -> float:
+    """Half the 95% confidence interval of the mean of these step times."""
+    if len(seconds) < 2:
+        return math.inf
+    free = len(seconds) - 1
+    t = _T95[free - 1] if free <= len(_T95) else 1.96 + 2.7 / free
+    return t * statistics.stdev(seconds) / math.sqrt(len(seconds))
 
 
 class Outcome(enum.Enum):
@@ -52,6 +64,11 @@ class Measurement:
     def mean_seconds(self) -> float:
         """Mean step time; infinite for a failure, so that failures sort last."""
         return statistics.fmean(self.step_seconds) if self.ok else math.inf
+
+    @property
+    def half_width_seconds(self) -> float | None:
+        """Half the 95% confidence interval of the mean; None for fewer than two steps."""
+        return half_width(self.step_seconds) if len(self.step_seconds) > 1 else None
 
     def to_json(self) -> dict[str, Any]:
         record: dict[str, Any] = {"outcome": self.outcome.value}

@@ -21,6 +21,9 @@ from placewright.placers.base import Placer
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
 
+_DEAR_BATCH = 4
+"""The same where each takes seconds: between batches a search looks at its budget."""
+
 _MOST_IDLE = 100 * BATCH
 """After so many proposals that were all tried before (and twice as many as the journal of a resumed
 run can explain), a placer is done: on a small problem a random one would otherwise never use up a
@@ -165,6 +168,7 @@ def search(
     metrics = None if directory is None else MetricsLog(directory, keep=restored)
     since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
+    batch = BATCH if evaluator.cheap else _DEAR_BATCH
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
@@ -198,7 +202,7 @@ def search(
             or idle >= most_idle
         ):
             batch_started = time.monotonic()
-            asked = placer.ask(int(min(BATCH, until_trials - progress.trials)))
+            asked = placer.ask(int(min(batch, until_trials - progress.trials)))
             if not asked:
                 progress.seconds_of[placer.name] += time.monotonic() - batch_started
                 break

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -143,12 +143,13 @@ def random_problem(
     max_groups: int = 6,
     max_devices: int = 4,
     tight_memory: bool = False,
+    overhead: bool = False,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
     Times are multiples of 1/1024 s and bandwidths powers of two, so that sums are exact and ties
     are real: whoever breaks a tie in another order gets another schedule. All groups fit together
-    on the first device, unless `tight_memory`.
+    on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors.
     """
     rng = np.random.default_rng(seed)
     kinds = [
@@ -169,6 +170,16 @@ def random_problem(
     if not tight_memory:
         memory_bytes[0] = total + 1
     cluster = _random_cluster(rng, kinds, memory_bytes.tolist())
+    if overhead:
+        links = tuple(
+            replace(
+                link,
+                overhead_seconds=int(rng.integers(0, 3)) / 1024,
+                overhead_bandwidth=float(2 ** rng.integers(11, 16)),
+            )
+            for link in cluster.links
+        )
+        cluster = replace(cluster, links=links)
     numbers: dict[int, int] = {}
     labels = rng.integers(int(rng.integers(1, max_groups + 1)), size=graph.num_ops)
     group_of = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]

@@ -60,7 +60,15 @@ class Reference:
         ]
         self.server_free = [0.0] * len(self.servers)
         self.server_queue: list[deque[int]] = [deque() for _ in self.servers]
+        self.server_end = [0.0] * len(self.servers)
+        """When the first in the queue ends."""
+        self.late = [0.0] * len(self.servers)
+        """By how much transfers have held up each server."""
+        self.ends: dict[int, float] = {}
+        """End of each op less what its server was late when it joined the queue."""
         self.channel_free = [0.0] * len(cluster.routes.channel_names)
+        self.packing = 0.0
+        """Work of sending what the last op made."""
         self.events: list[tuple[float, int, int, int, object]] = []
         self.sequence = 0
 
@@ -139,12 +147,32 @@ class Reference:
         start = max(now, self.server_free[server])
         end = start + float(self.problem.op_seconds[device, op])
         self.server_free[server] = end
-        self.out.op_start[op], self.out.op_end[op] = start, end
+        self.ends[op] = end - self.late[server]
+        self.out.op_start[op] = start
         self.out.op_slot[op] = self.servers[server][1]
-        self.push(end, OP_END, server, op)
         self.server_queue[server].append(op)
         if len(self.server_queue[server]) == 1:
+            self.server_end[server] = end
+            self.push(end, OP_END, server, op)
             self.begin(op)
+
+    def hold_up(self, device: int, work: float) -> None:
+        """Delays a device that is busy by the work of a transfer."""
+        servers = [s for s, (d, _) in enumerate(self.servers) if d == device]
+        if work == 0 or not all(self.server_queue[s] for s in servers):
+            return
+        server = min(servers, key=lambda s: (self.server_free[s], s))
+        self.server_free[server] += work
+        self.late[server] += work
+        self.server_end[server] += work
+        # The event that is already there comes too early and will be ignored.
+        self.push(self.server_end[server], OP_END, server, self.server_queue[server][0])
+
+    def work(self, item: Item, target: int) -> float:
+        source, routes = self.device[item.producer], self.problem.cluster.routes
+        return float(routes.overhead_seconds[source, target]) + item.bytes * float(
+            routes.overhead_seconds_per_byte[source, target]
+        )
 
     def send(self, item: Item, target: int, now: float) -> None:
         source = self.device[item.producer]
@@ -182,6 +210,7 @@ class Reference:
                 if target != device and target not in asked:
                     asked.add(target)
                     self.send(item, target, now)
+                    self.packing += self.work(item, target)
                 self.hold(item.tensor, target, ("used by", consumer, item.tensor))
             ready += self.deliver(item, device)
         for tensor in self.outputs(op):
@@ -190,30 +219,42 @@ class Reference:
             self.release(item.tensor, device, ("used by", op, item.tensor))
         queue = self.server_queue[server]
         assert queue.popleft() == op
+        self.out.op_end[op] = now
         if queue:
+            self.out.op_start[queue[0]] = now
+            self.server_end[server] = self.ends[queue[0]] + self.late[server]
+            self.push(self.server_end[server], OP_END, server, queue[0])
             self.begin(queue[0])
         return sorted(ready)
 
     def arrive(self, item: Item, target: int) -> list[int]:
         ready = self.deliver(item, target)
+        self.hold_up(target, self.work(item, target))
         self.release(item.tensor, self.device[item.producer], ("sent to", target, item.tensor))
         return ready
 
     def run(self) -> Outcome:
         ready = [op for op, missing in enumerate(self.missing) if not missing]
-        now = 0.0
+        now, packer = 0.0, 0
         while True:
             for op in ready:
                 self.give(op, now)
+            self.hold_up(packer, self.packing)
+            self.packing = 0.0
             self.check_limits()
+            ready = []
             if not self.events:
                 break
-            now, kind, index, _, what = heapq.heappop(self.events)
+            time, kind, index, _, what = heapq.heappop(self.events)
             if kind == OP_END:
                 assert isinstance(what, int)
+                if time != self.server_end[index] or [*self.server_queue[index]][:1] != [what]:
+                    continue  # it was held up
+                now, packer = time, self.device[what]
                 ready = self.end_op(index, what, now)
             else:
                 assert isinstance(what, tuple)
+                now = time
                 ready = self.arrive(*what)
         assert len(self.out.op_end) == self.problem.graph.num_ops
         assert not any(self.holders)

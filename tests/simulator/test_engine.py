@@ -45,7 +45,8 @@ def placements(problem: Problem, seed: int, count: int) -> IndexArray:
 
 
 def random_case(seed: int) -> Problem:
-    return random_problem(seed, max_ops=20, max_groups=20, tight_memory=True)
+    overhead = seed % 2 == 1
+    return random_problem(seed, max_ops=20, max_groups=20, tight_memory=True, overhead=overhead)
 
 
 def layered_problem(ops: int, width: int, cluster: Cluster | None = None) -> Problem:

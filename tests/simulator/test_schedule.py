@@ -4,6 +4,7 @@ of 3 bytes takes 3 s to send."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -72,6 +73,26 @@ def test_chain_over_two_devices() -> None:
     assert spans(result) == {"a": (0, 1), "b": (6.5, 8.5), "c": (13, 16)}
     assert sent(result) == [(0, 1, 1, 6.5), (1, 0, 8.5, 13)]
     assert result.step_seconds == 16
+
+
+def test_transfers_hold_up_devices_that_are_busy() -> None:
+    ops = [op("a", 1, 2), op("left", 3, 1), op("last", 1), op("first", 4), op("right", 1)]
+    edges = [("a", "left"), ("a", "right"), ("left", "last")]
+    devices = {"a": 0, "left": 0, "last": 0, "first": 1, "right": 1}
+    cluster = uniform_cluster(2)
+    wire = replace(cluster.links[0], overhead_seconds=0.25, overhead_bandwidth=4.0)
+    cluster = replace(cluster, links=(wire,))
+    result = timeline(ops, edges, cluster, devices)
+    # a 0-1, sent 1-3. The sender packs for 0.25 + 2/4 s while it computes left, 1-4.75, and last
+    # follows; the receiver unpacks as long in the midst of first, 0-4.75, and right follows.
+    assert sent(result) == [(0, 1, 1, 3)]
+    assert spans(result) == {
+        "a": (0, 1), "left": (1, 4.75), "last": (4.75, 5.75), "first": (0, 4.75),
+        "right": (4.75, 5.75),
+    }  # fmt: skip
+    # Devices that wait have the time: it is within the transfer's own.
+    alone = timeline([op("a", 1, 2), op("b", 1)], [("a", "b")], cluster, {"a": 0, "b": 1})
+    assert spans(alone) == {"a": (0, 1), "b": (3, 4)}
 
 
 def test_diamond_on_two_devices() -> None:

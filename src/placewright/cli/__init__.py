@@ -11,7 +11,17 @@ import typer
 from rich.logging import RichHandler
 
 from placewright._version import VERSION
-from placewright.cli import apply, common, inspect, place, report, simulate, train
+from placewright.cli import (
+    apply,
+    calibrate,
+    common,
+    inspect,
+    measure,
+    place,
+    report,
+    simulate,
+    train,
+)
 from placewright.cli.common import Verbosity, errors
 from placewright.errors import PlacewrightError
 
@@ -33,6 +43,8 @@ place.add_to(app)
 train.add_to(app)
 report.add_to(app)
 apply.add_to(app)
+measure.add_to(app)
+calibrate.add_to(app)
 
 
 # Newer versions of typer carry a click of their own, older ones use the package; this is the class

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import markup
@@ -20,6 +20,9 @@ from placewright.errors import PlacewrightError
 from placewright.graph import Graph, ScopeRule
 from placewright.grouping import each_op, matching_groups
 from placewright.problem import Constraints, Problem, make_problem
+
+if TYPE_CHECKING:
+    from placewright.frontends.tensorflow.program import Program
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -171,16 +174,41 @@ def load_graph(
 ) -> Graph:
     from placewright.frontends import load
 
+    dims = _dims(dim)
+    with status(f"reading {model} ..."):
+        return load(
+            model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
+        )
+
+
+def load_program(
+    model: str,
+    scale: str,
+    batch: int | None,
+    dim: list[str] | None,
+    signature: str | None,
+    fetch: list[str] | None,
+) -> Program:
+    """The model as something that can be run, not only placed."""
+    from placewright import frontends
+    from placewright.runners.tensorflow import check_tensorflow
+
+    dims = _dims(dim)
+    check_tensorflow()
+    with status(f"reading {model} ..."):
+        return frontends.load_program(
+            model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
+        )
+
+
+def _dims(dim: list[str] | None) -> dict[str, int]:
     dims = {}
     for text in dim or []:
         name, value = split(text, "--dim", "INPUT=N")
         if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
             raise UsageError(f"--dim {text}: {value!r} is not a positive whole number")
         dims[name] = int(value)
-    with status(f"reading {model} ..."):
-        return load(
-            model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
-        )
+    return dims
 
 
 def load_problem(
@@ -194,6 +222,11 @@ def load_problem(
     together: list[str] | None = None,
     costs: list[str] | None = None,
 ) -> Problem:
+    if costs:
+        from placewright.calibration import calibrated_cluster
+
+        for path in costs:
+            cluster = calibrated_cluster(path, cluster)
     with status("grouping its ops ..."):
         return make_problem(
             graph,

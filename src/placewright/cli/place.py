@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from placewright.cli import common
+from placewright.cli import common, evaluation
+from placewright.cli.evaluation import FeedsOption
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
@@ -100,6 +101,16 @@ def place(
     group_by: common.GroupByOption = None,
     groups: common.GroupsOption = None,
     costs: common.CostsOption = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="'simulate', 'measure' (every trial is a real run) or 'simulate+measure' (search "
+            "in the simulator, run the best); the latter where the cluster is this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    feeds: FeedsOption = None,
     scale: common.ScaleOption = "paper",
     batch: common.BatchOption = None,
     dim: common.DimOption = None,
@@ -111,7 +122,6 @@ def place(
 
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
-    from placewright import api
     from placewright import methods as registry
 
     chosen = registry.parse(method)
@@ -119,14 +129,26 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
-    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
+    how = evaluation.choose(evaluate, model, machine, resume, limits)
+    program = None
+    if how == evaluation.SIMULATE:
+        graph = common.load_graph(model, scale, batch, dim, signature, fetch)
+    else:
+        program = common.load_program(model, scale, batch, dim, signature, fetch)
+        graph = program.graph
     problem = common.load_problem(
         graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
         together=together, costs=costs,
     )  # fmt: skip
-    with stop_on_interrupt() as stopped, _progress(limits) as observe:
-        result = api.run(
-            problem, chosen, limits, seed=seed, directory=directory, observe=observe,
+    if evaluate is None and resume is None and how != evaluation.SIMULATE:
+        how = evaluation.affordable(how, problem, limits)
+    with (
+        evaluation.devices(how, program, machine, feeds) as runner,
+        stop_on_interrupt() as stopped,
+        _progress(limits) as observe,
+    ):
+        result = evaluation.run(
+            how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
             stop=lambda: bool(stopped), learner=learner or (), policy=policy,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
@@ -435,7 +457,11 @@ def _print_answer(result: Result, directory: str) -> None:
     used = sorted(set(result.placement.devices.tolist()))
     on = ", ".join(common.escaped(devices[d]) for d in used)
     step = common.format_seconds(result.step_seconds)
-    say(f"[bold]{step}[/bold] a step on {on} (simulated), found by {result.best.placer}")
+    how = "simulated"
+    if result.measured:
+        spread = common.format_seconds(result.best.measurement.half_width_seconds or 0.0)
+        how = f"measured, 95% within ± {spread}"
+    say(f"[bold]{step}[/bold] a step on {on} ({how}), found by {result.best.placer}")
     single = result.best_single
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
@@ -445,7 +471,9 @@ def _print_answer(result: Result, directory: str) -> None:
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
     bound = common.format_seconds(result.lower_bound_seconds)
-    if result.gap < 1e-6:
+    if result.measured:
+        pass  # what is proven of the simulator is not of the machine
+    elif result.gap < 1e-6:
         say("that is proven to be optimal (in the simulator)")
     else:
         say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")

@@ -65,7 +65,7 @@ def simulate(
     problem = common.load_problem(
         graph, machine, group_by=group_by, groups=groups, together=together, costs=costs
     )
-    chosen = _placement(problem, placement, device)
+    chosen = load_placement(problem, placement, device)
     with common.status("simulating ..."):
         facts = _facts(problem, chosen, trace)
     if as_json:
@@ -78,7 +78,7 @@ def simulate(
         raise typer.Exit(1)
 
 
-def _placement(problem: Problem, path: str | None, device: str | None) -> Placement:
+def load_placement(problem: Problem, path: str | None, device: str | None) -> Placement:
     from placewright.placement import Placement
 
     if path is not None:

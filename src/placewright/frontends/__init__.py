@@ -7,10 +7,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 from placewright import models
 from placewright.errors import ModelError
 from placewright.graph import Graph
+
+if TYPE_CHECKING:
+    from placewright.frontends.tensorflow import Step
+    from placewright.frontends.tensorflow.program import Program
 
 KINDS = (
     ".json (graph file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's "
@@ -43,49 +48,89 @@ def load(
     """
     if isinstance(source, Graph):
         return source
+    if _is_path(source) and Path(source).suffix == ".json" and Path(source).is_file():
+        _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
+        return Graph.load(Path(source))
+    return _step(source, scale, batch, dims, signature, fetches).graph()
+
+
+def load_program(
+    source: object,
+    *,
+    scale: str = "paper",
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    signature: str | None = None,
+    fetches: Sequence[str] = (),
+) -> Program:
+    """The same graph together with what TensorFlow needs to run it; takes what `load` takes.
+
+    Raises `ModelError` for what can be placed but not run: a graph file.
+    """
+    if isinstance(source, Graph) or (_is_path(source) and Path(source).suffix == ".json"):
+        what = f"the graph {source.name!r}" if isinstance(source, Graph) else source
+        raise ModelError(
+            f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
+            "be run; give the TensorFlow model itself"
+        )
+    step = _step(source, scale, batch, dims, signature, fetches)
+    from placewright.frontends.tensorflow.program import make_program
+
+    return make_program(step)
+
+
+def _is_path(source: object) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(source, str | os.PathLike)
+
+
+def _step(
+    source: object,
+    scale: str,
+    batch: int | None,
+    dims: Mapping[str, int] | None,
+    signature: str | None,
+    fetches: Sequence[str],
+) -> Step:
     dims = dims or {}
     fetches = (fetches,) if isinstance(fetches, str) else fetches
-    if isinstance(source, str | os.PathLike):
+    if _is_path(source):
         path = Path(source)
         if str(source) in models.NAMES and not path.exists():
             _refuse("a benchmark model", signature=signature, dims=dims)
             from placewright.frontends import tensorflow  # first: it starts TensorFlow quietly
 
             model = models.build(str(source), scale=scale, batch=batch)
-            return tensorflow.from_benchmark(model, fetches=fetches)
-        return _load_path(path, batch, dims, signature, fetches)
+            return tensorflow.step_of_benchmark(model, fetches=fetches)
+        return _step_of_path(path, batch, dims, signature, fetches)
     _refuse(f"a {type(source).__name__}", signature=signature)
     if "tensorflow" not in sys.modules:
         raise ModelError(f"cannot read a graph from a {type(source).__name__}")
     from placewright.frontends import tensorflow
 
-    return tensorflow.from_object(source, batch=batch, dims=dims, fetches=fetches)
+    return tensorflow.step_of_object(source, batch=batch, dims=dims, fetches=fetches)
 
 
-def _load_path(
+def _step_of_path(
     path: Path,
     batch: int | None,
     dims: Mapping[str, int],
     signature: str | None,
     fetches: Sequence[str],
-) -> Graph:
+) -> Step:
     if path.is_dir() or path.name in ("saved_model.pb", "saved_model.pbtxt"):
         directory = path if path.is_dir() else path.parent
         from placewright.frontends import tensorflow
 
-        return tensorflow.from_saved_model(
+        return tensorflow.step_of_saved_model(
             directory, signature=signature, fetches=fetches, batch=batch, dims=dims
         )
     if not path.exists():
         raise ModelError(_no_such(path))
-    if path.suffix == ".json":
-        _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
-        return Graph.load(path)
     if path.suffix in (".pb", ".pbtxt", ".meta") or ".meta" in path.suffixes:
         _refuse("a GraphDef", signature=signature)
         from placewright.frontends import tensorflow
 
-        return tensorflow.from_file(path, fetches=fetches, batch=batch, dims=dims)
+        return tensorflow.step_of_file(path, fetches=fetches, batch=batch, dims=dims)
     raise ModelError(f"{path}: not a kind of file that is known; known are {KINDS}")
 
 

@@ -296,6 +296,8 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         routes=_padded_routes(problem, first_queue=sum(slots)),
         latency=cluster.routes.latency_seconds.flatten(),
         per_byte=cluster.routes.seconds_per_byte.flatten(),
+        overhead=cluster.routes.overhead_seconds.flatten(),
+        overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
         num_queues=sum(slots) + len(cluster.routes.channel_names),
     )
@@ -320,7 +322,12 @@ def _check_seconds(tables: Tables) -> None:
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
-        longest += devices * len(tables.uses) * tables.latency.max()
-        longest += devices * tables.use_bytes.sum() * tables.per_byte.max()
+        transfers = devices * len(tables.uses)
+        longest += transfers * (tables.latency.max() + 2 * tables.overhead.max())
+        longest += (
+            devices
+            * tables.use_bytes.sum()
+            * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
+        )
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

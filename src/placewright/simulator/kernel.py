@@ -94,6 +94,10 @@ class Tables(NamedTuple):
     """[D * D] seconds"""
     per_byte: Floats
     """[D * D] seconds"""
+    overhead: Floats
+    """[D * D] seconds that a transfer takes of a busy processor at either end."""
+    overhead_per_byte: Floats
+    """[D * D] seconds"""
     memory: Ints
     """[D] bytes"""
     num_queues: int
@@ -118,6 +122,9 @@ class Scratch(NamedTuple):
     """[Q] when the last in each queue ends. Here and below, one that stays empty makes Q even."""
     head_end: Floats
     """[Q] when the first in each queue ends; infinite for an empty queue."""
+    late: Floats
+    """[Q] seconds by which transfers have held up each queue. The end of an entry is less this as
+    it was when the entry joined the queue, and plus this as it is when it becomes the first."""
     head: Uints
     """[Q] the first entry of each queue."""
     tail: Uints
@@ -149,6 +156,7 @@ class Scratch(NamedTuple):
             limit=np.zeros(devices, dtype=np.int64),
             free_at=np.zeros(queues),
             head_end=np.zeros(queues),
+            late=np.zeros(queues),
             head=np.zeros(queues, dtype=UINT),
             tail=np.zeros(queues, dtype=UINT),
             entries=entries,
@@ -296,7 +304,9 @@ def simulate(
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
+    overhead, overhead_per_byte = tables.overhead, tables.overhead_per_byte
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
+    late = scratch.late
     entries, ready = scratch.entries, scratch.ready
     latest_use, latest_first = scratch.latest_use, scratch.latest_first
     peak_bytes, peak = results.peak_bytes, scratch.peak
@@ -332,7 +342,10 @@ def simulate(
         for i in range(num_queues):
             free_at[i] = 0.0
             head_end[i] = np.inf
+            late[i] = 0.0
         now = 0.0
+        packing = 0.0
+        packer = UINT(0)
         cause = np.int64(-1)
         num_ready = UINT(sources.size)
         for i in range(num_ready):
@@ -360,7 +373,7 @@ def simulate(
                 free_at[server] = end
                 entry = free
                 free = entries[entry].next
-                entries[entry].end = end
+                entries[entry].end = end - late[server]
                 entries[entry].item = op
                 idle = head_end[server] == np.inf
                 entries[no_entry if idle else tail[server]].next = entry
@@ -374,6 +387,11 @@ def simulate(
                 _prefetch(uses, ops[op].uses)
                 _prefetch(use_bytes, ops[op].uses)
                 _prefetch(released, ops[op].released)
+
+            # Ops that the event made ready compete with the sending of what it made.
+            if packing > 0.0:
+                _hold_up(packer, packing, first_server, free_at, head_end, late)
+                packing = 0.0
 
             # All that an event frees on a device is freed before it allocates anything there, so
             # looking after the event misses nothing.
@@ -404,10 +422,15 @@ def simulate(
             following = entries[entry].next
             last = entry == tail[queue]
             head[queue] = following
-            head_end[queue] = np.inf if last else entries[following].end
+            head_end[queue] = np.inf if last else entries[following].end + late[queue]
 
             if queue < num_servers:  # an op ends
                 op = item
+                if log is not None:
+                    # Known only now, where transfers have held it up.
+                    log.op_end[op] = now
+                    if not last:
+                        log.op_start[entries[following].item] = now
                 entries[entry].next = free
                 free = entry
                 device = server_device[queue]
@@ -450,6 +473,8 @@ def simulate(
                     end = start + latency[route] + use_bytes[use] * per_byte[route]
                     for j in range(hops):
                         free_at[routes[route * hops + j]] = end
+                    packer = device
+                    packing += overhead[route] + use_bytes[use] * overhead_per_byte[route]
                     if log is not None:
                         log.sent[log.counts[0]] = use
                         log.counts[0] += 1
@@ -495,13 +520,35 @@ def simulate(
                     state[user].waits_for = waits_for
                     ready[num_ready] = user
                     num_ready = UINT(num_ready + (waits_for == 0))
+                    target = state[user].device
                     served = uses[served].same_way
+                route = device * num_devices + target
+                work = overhead[route] + use_bytes[item] * overhead_per_byte[route]
+                if work > 0.0:
+                    _hold_up(target, work, first_server, free_at, head_end, late)
                 _release(memory, buffer, device, num_devices, now, log)
 
         results.step_seconds[row] = now
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
     scratch.free[0] = free
+
+
+@compiled
+def _hold_up(
+    device: Any, work: float, first_server: Any, free_at: Any, head_end: Any, late: Any
+) -> None:
+    """Delays what runs on a device by the work of a transfer; a device that has a server to spare
+    does it there, within the transfer's own time."""
+    server = first_server[device]
+    for other in range(first_server[device], first_server[device + 1]):
+        if head_end[other] == np.inf:
+            return
+        if free_at[other] < free_at[server]:
+            server = UINT(other)
+    head_end[server] += work
+    free_at[server] += work
+    late[server] += work
 
 
 @compiled

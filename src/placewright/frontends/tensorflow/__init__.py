@@ -7,7 +7,9 @@ are then sized and tied together (`convert.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from placewright.frontends.tensorflow._tf import (
 )
 from placewright.frontends.tensorflow.convert import Roles, convert
 from placewright.frontends.tensorflow.graphdef import (
+    FlatGraph,
     PartialShape,
     Sizes,
     bind_shapes,
@@ -35,6 +38,7 @@ from placewright.graph import Graph
 from placewright.models import BenchmarkModel
 
 __all__ = [
+    "Step",
     "from_benchmark",
     "from_file",
     "from_function",
@@ -43,6 +47,10 @@ __all__ = [
     "from_meta_graph",
     "from_object",
     "from_saved_model",
+    "step_of_benchmark",
+    "step_of_file",
+    "step_of_object",
+    "step_of_saved_model",
 ]
 
 _MAX_PROTO_BYTES = 2**31 - 1
@@ -50,6 +58,53 @@ _MAX_PROTO_BYTES = 2**31 - 1
 
 _SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
 _TRAIN_OP = "train_op"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as it was read, before anything is done to it: all that a `Graph` is made from."""
+
+    name: str
+    graph_def: GraphDef
+    fetches: Sequence[str]
+    """What the step is run for; empty for everything."""
+    sizes: Sizes
+    roles: Roles
+    group_rules: Iterable[tuple[str, str]] = ()
+    input_names: Mapping[str, str] = field(default_factory=dict)
+    """Other names of the inputs, see `flatten`."""
+    live: Any = None
+    """The `tf.Graph` it came from, where there is one."""
+    where: str = ""
+    """The file, for errors."""
+
+    def flat(self) -> FlatGraph:
+        """Changes `graph_def`."""
+        with _blamed_on(self.where):
+            return flatten(
+                self.graph_def,
+                fetches=self.fetches,
+                sizes=self.sizes,
+                input_names=self.input_names,
+                live=self.live,
+            )
+
+    def convert(self, flat: FlatGraph) -> Graph:
+        with _blamed_on(self.where):
+            return convert(flat, name=self.name, group_rules=self.group_rules, roles=self.roles)
+
+    def graph(self) -> Graph:
+        return self.convert(self.flat())
+
+
+@contextlib.contextmanager
+def _blamed_on(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        if not where:
+            raise
+        raise ModelError(f"{where}: {error}") from error
 
 
 # --- live objects --------------------------------------------------------------------------------
@@ -63,16 +118,20 @@ def from_object(
     fetches: Sequence[str] = (),
 ) -> Graph:
     """The graph of whatever TensorFlow object `source` is."""
-    options: dict[str, Any] = {"batch": batch, "dims": dims, "fetches": fetches}
+    return step_of_object(source, batch=batch, dims=dims, fetches=fetches).graph()
+
+
+def step_of_object(source: Any, **options: Any) -> Step:
+    """The same, not converted yet."""
     if isinstance(source, tf.Graph):
-        return from_graph(source, **options)
+        return _step_of_graph(source, **options)
     if isinstance(
         source,
         tf.types.experimental.ConcreteFunction | tf.types.experimental.PolymorphicFunction,
     ):
-        return from_function(source, **options)
+        return _step_of_function(source, **options)
     if isinstance(source, tf.keras.Model):
-        return from_keras(source, **options)
+        return _step_of_keras(source, **options)
     raise ModelError(
         f"cannot read a graph from a {type(source).__name__}; give a path, a tf.Graph, a "
         "tf.function, a ConcreteFunction or a compiled Keras model"
@@ -81,7 +140,11 @@ def from_object(
 
 def from_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> Graph:
     """The training step of a benchmark model."""
-    return from_graph(
+    return step_of_benchmark(model, fetches=fetches).graph()
+
+
+def step_of_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> Step:
+    return _step_of_graph(
         model.graph,
         name=model.name,
         fetches=fetches or (model.train_op, model.loss),
@@ -110,14 +173,34 @@ def from_graph(
         dims: other open dimensions, `{"x.1": 128}`, see `Sizes`.
         roles: what is known about the variables.
     """
+    return _step_of_graph(
+        graph, name=name, fetches=fetches, group_rules=group_rules, batch=batch, dims=dims,
+        roles=roles,
+    ).graph()  # fmt: skip
+
+
+def _step_of_graph(
+    graph: Any,
+    *,
+    name: str = "graph",
+    fetches: Sequence[str] = (),
+    group_rules: Iterable[tuple[str, str]] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    roles: Roles | None = None,
+) -> Step:
     graph_def = _graph_def_of(graph)
     if not graph_def.node:
         raise ModelError(f"the graph {name!r} has no ops; was it built in another tf.Graph?")
-    flat = flatten(
-        graph_def, fetches=fetches, sizes=Sizes(batch=batch, dims=dims or {}), live=graph
+    return Step(
+        name=name,
+        graph_def=graph_def,
+        fetches=fetches,
+        sizes=Sizes(batch=batch, dims=dims or {}),
+        roles=roles or Roles(results=_tensors_among(fetches)),
+        group_rules=group_rules,
+        live=graph,
     )
-    roles = roles or Roles(results=_tensors_among(fetches))
-    return convert(flat, name=name, group_rules=group_rules, roles=roles)
 
 
 def _graph_def_of(graph: Any) -> GraphDef:
@@ -158,6 +241,20 @@ def from_function(
     `slots` are the variables that are the optimizer's state, where the caller knows them. Without
     fetches the function's outputs and everything that it does besides is kept.
     """
+    return _step_of_function(
+        function, name=name, fetches=fetches, batch=batch, dims=dims, slots=slots
+    ).graph()
+
+
+def _step_of_function(
+    function: Any,
+    *,
+    name: str | None = None,
+    fetches: Sequence[str] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    slots: Iterable[Any] | None = None,
+) -> Step:
     concrete = _concrete(function)
     graph = concrete.graph
     results = [tensor.name for tensor in graph.outputs]
@@ -167,7 +264,7 @@ def from_function(
         slots=None if slots is None else _owners_in(graph, slots),
         results=tuple(results),
     )
-    return from_graph(
+    return _step_of_graph(
         graph,
         name=name or graph.name or "function",
         fetches=fetches or everything,
@@ -222,6 +319,17 @@ def from_keras(
     Labels are inputs too: of the shape of the output, or without its last dimension for losses
     called sparse.
     """
+    return _step_of_keras(model, name=name, fetches=fetches, batch=batch, dims=dims).graph()
+
+
+def _step_of_keras(
+    model: Any,
+    *,
+    name: str | None = None,
+    fetches: Sequence[str] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> Step:
     name = name or str(model.name)
     if getattr(model, "optimizer", None) is None or getattr(model, "loss", None) is None:
         raise ModelError(
@@ -246,7 +354,7 @@ def from_keras(
             f"the training step of Keras model {name!r} cannot be traced: {shorten(error)}"
         ) from error
     slots = [variable.value for variable in model.optimizer.variables]
-    return from_function(concrete, name=name, fetches=fetches, slots=slots)
+    return _step_of_function(concrete, name=name, fetches=fetches, slots=slots)
 
 
 def _training_step(model: Any) -> Any:
@@ -303,9 +411,20 @@ def from_file(
 
     Without fetches: the `train_op` of a MetaGraph that has one, otherwise every op.
     """
+    return step_of_file(path, name=name, fetches=fetches, batch=batch, dims=dims).graph()
+
+
+def step_of_file(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    fetches: Sequence[str] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> Step:
     path = Path(path)
     if path.name in _SAVED_MODEL:
-        return from_saved_model(path.parent, name=name, fetches=fetches, batch=batch, dims=dims)
+        return step_of_saved_model(path.parent, name=name, fetches=fetches, batch=batch, dims=dims)
     content = _read(path)
     # A GraphDef's bytes may happen to be a MetaGraphDef too and the other way round; the likelier
     # one is tried first, and one without nodes does not count.
@@ -325,16 +444,15 @@ def from_file(
             break
     if graph_def is None:
         raise ModelError(f"{path}: {_why_not(content, kinds)}")
-    try:
-        flat = flatten(
-            graph_def,
+    with _blamed_on(str(path)):
+        return Step(
+            name=name or path.name.split(".")[0],
+            graph_def=graph_def,
             fetches=fetches or default_fetches,
             sizes=Sizes(batch=batch, dims=dims or {}),
+            roles=Roles(results=_tensors_among(fetches)),
+            where=str(path),
         )
-        roles = Roles(results=_tensors_among(fetches))
-        return convert(flat, name=name or path.name.split(".")[0], roles=roles)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def from_meta_graph(
@@ -429,6 +547,20 @@ def from_saved_model(
 
     The signature is `serving_default`, or the only one there is, unless another one is named.
     """
+    return step_of_saved_model(
+        path, name=name, signature=signature, fetches=fetches, batch=batch, dims=dims
+    ).graph()
+
+
+def step_of_saved_model(
+    path: str | Path,
+    *,
+    name: str | None = None,
+    signature: str | None = None,
+    fetches: Sequence[str] = (),
+    batch: int | None = None,
+    dims: Mapping[str, int] | None = None,
+) -> Step:
     path = Path(path)
     file = next((path / file for file in _SAVED_MODEL if (path / file).exists()), None)
     if file is None:
@@ -436,7 +568,7 @@ def from_saved_model(
     saved = _parse(_read(file), SavedModel)
     if isinstance(saved, str):
         raise ModelError(f"{file}: not a SavedModel ({saved}); is it truncated?")
-    try:
+    with _blamed_on(str(path)):
         meta_graph, chosen = _choose_signature(saved, signature)
         outputs = [info.name for info in chosen.outputs.values() if info.name]
         step = list(outputs)
@@ -444,16 +576,15 @@ def from_saved_model(
             step += _train_ops(meta_graph)
         if not (fetches or step):
             raise ModelError("the signature has no outputs, so it is not known what to run")
-        flat = flatten(
-            meta_graph.graph_def,
+        return Step(
+            name=name or path.resolve().name,
+            graph_def=meta_graph.graph_def,
             fetches=fetches or step,
             sizes=Sizes(batch=batch, dims=dims or {}),
             input_names={key: op_name(info.name) for key, info in chosen.inputs.items()},
+            roles=Roles(results=_tensors_among(fetches) or tuple(outputs)),
+            where=str(path),
         )
-        roles = Roles(results=_tensors_among(fetches) or tuple(outputs))
-        return convert(flat, name=name or path.resolve().name, roles=roles)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def _choose_signature(saved: Any, wanted: str | None) -> tuple[Any, Any]:

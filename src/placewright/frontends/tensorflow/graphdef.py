@@ -68,6 +68,8 @@ class FlatGraph:
 
     nodes: Sequence[NodeDef]
     outputs: Mapping[str, Sequence[Output]]
+    library: Any = None
+    """Definitions of the functions that could not be opened."""
 
 
 @paused_collector()
@@ -106,7 +108,8 @@ def flatten(
     if not bound.changed and not has_calls:
         stated = declared_outputs(nodes) if live is None else _outputs_among(live, nodes)
     try:
-        return FlatGraph(nodes=nodes, outputs=stated or infer_outputs(graph_def))
+        outputs = stated or infer_outputs(graph_def)
+        return FlatGraph(nodes=nodes, outputs=outputs, library=graph_def.library)
     except ModelError as error:
         if not bound.scalars:
             raise

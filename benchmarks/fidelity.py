@@ -1,0 +1,126 @@
+"""How well the calibrated simulator predicts real runs on two CPU devices.
+
+    python -m benchmarks.fidelity                      # about an hour on an idle machine of 2 cores
+    python -m benchmarks.fidelity --models rnnlm --placements 12 --no-write
+
+Each model is calibrated (`placewright calibrate`), then fresh placements are measured: random ones,
+contiguous ones, what the classical methods propose, and the best found in the simulator. Writes
+`results/fidelity/fidelity.csv` (a line for each placement) and a README.md with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulator import cpu_name
+from placewright import methods as registry
+from placewright._version import VERSION
+from placewright.api import run
+from placewright.calibration import Fidelity, calibrate, fidelity, in_turns, varied_placements
+from placewright.cluster import Cluster
+from placewright.frontends import load_program
+from placewright.placement import Placement
+from placewright.problem import Problem, make_problem
+from placewright.runners.tensorflow import TensorFlowRunner
+from placewright.search import Budget
+
+RESULTS = Path(__file__).parent / "results" / "fidelity"
+CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+FIT = 16
+"""Placements that each calibration is fitted to."""
+
+
+def main() -> None:
+    options = _options()
+    rows: list[dict[str, Any]] = []
+    results: dict[str, Fidelity] = {}
+    load_before = os.getloadavg()[0]
+    for model in options.models:
+        results[model], new = check(model, options.cluster, options.placements)
+        rows += new
+        print(table(results), flush=True)
+    if not options.no_write:
+        write(rows, results, load_before)
+
+
+def check(model: str, cluster: str, count: int) -> tuple[Fidelity, list[dict[str, Any]]]:
+    program = load_program(model, scale="small")
+    problem = make_problem(program.graph, Cluster.load(cluster))
+    with TensorFlowRunner(program, problem.cluster) as runner:
+        found = calibrate(problem, runner, varied_placements(problem, FIT))
+        problem = found.problem(problem)
+        kinds = fresh(problem, count)
+        steps = in_turns(problem, runner, list(kinds))
+    result = fidelity(problem, list(steps), list(steps.values()))
+    rows = [
+        {"model": model, "kind": kinds[placement], "predicted_seconds": p, "measured_seconds": m}
+        for placement, p, m in zip(steps, result.predicted, result.measured, strict=True)
+    ]
+    return result, rows
+
+
+def fresh(problem: Problem, count: int) -> dict[Placement, str]:
+    """Placements of all kinds, none of which the calibration has seen (but for single devices)."""
+    found: dict[Placement, str] = {}
+    for name in registry.installed(CLASSICAL)[0]:
+        (placer,) = registry.make([name], problem)
+        for placement in placer.ask(problem.num_devices):
+            found.setdefault(placement, name)
+    best = run(problem, ["local-search"], Budget(seconds=10.0))
+    found.setdefault(best.placement, "best")
+    for placement in varied_placements(problem, max(0, count - len(found)), seed=1_000_003):
+        found.setdefault(placement, "varied")
+    return found
+
+
+def table(results: dict[str, Fidelity]) -> str:
+    lines = [
+        "| model | placements | mean absolute error | Spearman | of the measurement with itself |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for model, result in results.items():
+        lines.append(
+            f"| {model} | {len(result.measured)} | {result.error:.1%} | {result.spearman:.3f} "
+            f"| {result.halves:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[dict[str, Any]], results: dict[str, Fidelity], load: float) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with (RESULTS / "fidelity.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    command = " ".join(["python -m benchmarks.fidelity", *sys.argv[1:]])
+    (RESULTS / "README.md").write_text(
+        f"""# Prediction against real runs
+
+{table(results)}
+
+Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
+{FIT} placements and checked on others. Made by `{command}` with version {VERSION}, Python
+{platform.python_version()}, on {cpu_name()}, {os.cpu_count()} cores; other load at the start:
+{load:.1f}.
+"""
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
+    parser.add_argument("--cluster", default="cpu2")
+    parser.add_argument("--placements", type=int, default=44)
+    parser.add_argument("--no-write", action="store_true", help="only print")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Searching with real runs: simulate+measure against learning from measured rewards alone, and
+against the classical methods measured; and what a real run costs beyond its steps.
+
+    python -m benchmarks.measured                      # hours on an idle machine of 2 cores
+    python -m benchmarks.measured --models rnnlm --runs 12 --learner-runs 20 --no-write
+
+The answers of all are measured again in turns at the end, which is what the table shows. Writes
+`results/measured/measured.csv` and a README.md with the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulator import cpu_name
+from placewright import methods as registry
+from placewright._version import VERSION
+from placewright.api import run
+from placewright.calibration import varied_placements
+from placewright.cluster import Cluster
+from placewright.evaluators.measured import MeasuredEvaluator
+from placewright.frontends import load_program
+from placewright.frontends.tensorflow.program import Program
+from placewright.measurement import half_width
+from placewright.placement import Placement
+from placewright.problem import Problem, make_problem
+from placewright.refine import refine
+from placewright.runners.tensorflow import TensorFlowRunner
+from placewright.search import Budget
+
+RESULTS = Path(__file__).parent / "results" / "measured"
+CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+
+
+def main() -> None:
+    options = _options()
+    rows: list[dict[str, Any]] = []
+    overheads: dict[str, tuple[float, float]] = {}
+    for model in options.models:
+        program = load_program(model, scale="small")
+        problem = make_problem(program.graph, Cluster.load(options.cluster))
+        with TensorFlowRunner(program, problem.cluster) as runner:
+            rows += [{"model": model, **row} for row in compare(problem, runner, options)]
+            overheads[model] = overhead(problem, runner, program)
+        print(answers_table(rows), overhead_table(overheads), sep="\n\n", flush=True)
+    if not options.no_write:
+        write(rows, overheads)
+
+
+def compare(
+    problem: Problem, runner: TensorFlowRunner, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """What each way of searching found, measured side by side."""
+    answers: dict[str, tuple[Placement, int]] = {}
+    result = refine(problem, runner, registry.parse("auto"), Budget(trials=options.runs))
+    answers["simulate+measure"] = (result.placement, result.trials)
+    evaluator = MeasuredEvaluator(problem, runner)
+    if options.learner_runs:
+        budget = Budget(trials=options.learner_runs)
+        learnt = run(problem, ["reinforce"], budget, evaluator=evaluator)
+        answers["reinforce, measured"] = (learnt.placement, learnt.trials)
+    for name in registry.installed(CLASSICAL)[0]:
+        (placer,) = registry.make([name], problem)
+        asked = placer.ask(problem.num_devices)
+        tried = [(p, evaluator.evaluate([p])[0].mean_seconds) for p in asked]
+        if tried and min(seconds for _, seconds in tried) < np.inf:
+            answers[name] = (min(tried, key=lambda pair: pair[1])[0], len(tried))
+    steps: dict[str, list[float]] = {name: [] for name in answers}
+    for _ in range(options.rounds):
+        for name, (placement, _) in answers.items():
+            (measurement,) = evaluator.evaluate([placement])
+            steps[name] += measurement.step_seconds
+    return [
+        {
+            "method": name,
+            "runs": answers[name][1],
+            "step_seconds": statistics.fmean(seconds),
+            "half_width_seconds": half_width(seconds),
+        }
+        for name, seconds in steps.items()
+        if seconds
+    ]
+
+
+def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tuple[float, float]:
+    """Seconds of a run beyond its timed steps: ours, and of starting anew for each placement
+    without starting the servers anew (a process that imports the graph, and a new session)."""
+    placements = varied_placements(problem, 4, seed=7)
+    devices = [p.devices[problem.grouping.group_of] for p in placements]
+    ours = [runner.measure(row).overhead_seconds for row in devices]
+    naive = []
+    for row in devices:
+        runner.restart_client()
+        began = time.monotonic()
+        run_ = runner.measure(row)
+        naive.append(time.monotonic() - began - sum(run_.measurement.step_seconds))
+    return statistics.median(ours), statistics.median(naive)
+
+
+def answers_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| model | method | real runs | seconds per step | ± |", "|---|---|---:|---:|---:|"]
+    lines += [
+        f"| {row['model']} | {row['method']} | {row['runs']} | {row['step_seconds']:.4f} "
+        f"| {row['half_width_seconds']:.4f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def overhead_table(overheads: dict[str, tuple[float, float]]) -> str:
+    lines = ["| model | overhead of a run, s | the naive way, s |", "|---|---:|---:|"]
+    lines += [f"| {m} | {ours:.2f} | {naive:.2f} |" for m, (ours, naive) in overheads.items()]
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[dict[str, Any]], overheads: dict[str, tuple[float, float]]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with (RESULTS / "measured.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    command = " ".join(["python -m benchmarks.measured", *sys.argv[1:]])
+    (RESULTS / "README.md").write_text(
+        f"""# Searching with real runs
+
+{answers_table(rows)}
+
+{overhead_table(overheads)}
+
+Models at small scale on `cpu2`; all answers measured in turns after the searches. Made by
+`{command}` with version {VERSION}, Python {platform.python_version()}, on {cpu_name()},
+{os.cpu_count()} cores.
+"""
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
+    parser.add_argument("--cluster", default="cpu2")
+    parser.add_argument("--runs", type=int, default=60, help="of simulate+measure")
+    parser.add_argument("--learner-runs", type=int, default=500, help="of reinforce; 0 for none")
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring the answers in turns")
+    parser.add_argument("--no-write", action="store_true", help="only print")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

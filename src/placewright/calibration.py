@@ -1,0 +1,469 @@
+"""Makes the simulator predict this machine: costs and links from measurements.
+
+Three sources, in this order. Op times come from TensorFlow's own trace of whole steps, one for each
+kind of device: ops timed alone are 20-40% too fast. Links are timed with chains of real tensors.
+What is left (dispatching, packing and unpacking by the cores that compute) is fitted to the step
+times of a few placements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from placewright import cluster as cluster_format
+from placewright.cluster import Cluster, Link
+from placewright.costs import FORMAT, Costs, Source, estimate_costs
+from placewright.errors import CostsError, WorkerError
+from placewright.files import read_json, write_json
+from placewright.graph import FloatArray, Graph, frozen
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.runners.config import RunConfig
+from placewright.runners.tensorflow import Run, TensorFlowRunner
+from placewright.simulator import Simulator
+
+LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of the tensors that links are timed with."""
+_HOPS = 16
+"""How often each of these goes over the link, there and back, in one step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What was found out: a table of op times, and the cluster with its links as measured."""
+
+    table: Costs
+    cluster: Cluster
+
+    def problem(self, problem: Problem) -> Problem:
+        """The same problem under these costs."""
+        return dataclasses.replace(
+            problem,
+            cluster=self.cluster,
+            costs=estimate_costs(problem.graph, self.cluster, [self.table]),
+        )
+
+    def save(self, path: str | Path, graph: Graph) -> None:
+        """A costs file that also holds the cluster."""
+        known = self.table.source >= Source.GRAPH
+        document = {
+            "format": FORMAT,
+            "graph": graph.fingerprint,
+            "kinds": {
+                kind: {
+                    graph.op_names[op]: float(self.table.op_seconds[k, op])
+                    for op in np.flatnonzero(known[k])
+                }
+                for k, kind in enumerate(self.table.kinds)
+            },
+            "cluster": cluster_format.to_document(self.cluster),
+        }
+        write_json(path, document, CostsError)
+
+
+def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
+    """The cluster as a costs file found it: where it says nothing, or is of another, unchanged."""
+    document = read_json(path, CostsError, what="costs")
+    described = document.get("cluster") if isinstance(document, dict) else None
+    if described is None:
+        return cluster
+    found = cluster_format.from_document(described, where=str(path))
+    if found.name != cluster.name or found.device_names != cluster.device_names:
+        return cluster
+    # The user's own limits on memory stay.
+    devices = tuple(
+        dataclasses.replace(device, memory_bytes=own.memory_bytes)
+        for device, own in zip(found.devices, cluster.devices, strict=True)
+    )
+    return dataclasses.replace(found, devices=devices)
+
+
+# --- ops -----------------------------------------------------------------------------------------
+
+
+def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
+    """Op times from traced runs: device number -> a run with everything (that can be) on it.
+
+    The times are scaled, or given an equal share of what is missing for dispatching, so that they
+    add up to the step as it is without tracing.
+    """
+    graph, cluster = problem.graph, problem.cluster
+    kinds = tuple(kind.name for kind in cluster.kinds)
+    seconds = np.zeros((len(kinds), graph.num_ops))
+    source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
+    for device, run in runs.items():
+        assert run.trace is not None
+        k = int(cluster.kind_of_device[device])
+        traced = np.array([run.trace["ops"].get(name, np.nan) for name in graph.op_names])
+        known = ~np.isnan(traced) & (source[k] == Source.ROOFLINE)
+        if cluster.devices[device].kind.slots == 1:
+            traced = _as_long_as(traced, known, run.measurement.mean_seconds)
+        seconds[k, known] = traced[known]
+        source[k, known] = Source.TABLE
+    return Costs(kinds=kinds, op_seconds=frozen(seconds), source=frozen(source))
+
+
+def _as_long_as(traced: FloatArray, known: npt.NDArray[np.bool_], step: float) -> FloatArray:
+    total = float(traced[known].sum())
+    if total <= 0:
+        return traced
+    if total > step:  # tracing itself takes time
+        return traced * (step / total)
+    return traced + (step - total) / int(known.sum())
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def measure_links(cluster: Cluster, config: RunConfig) -> Cluster:
+    """The cluster with latency and bandwidth of its links as measured with real tensors.
+
+    Links to switches are left as they are: only whole routes can be timed.
+    """
+    program = _chains()
+    names = program.graph.op_names
+    start = [0] * len(names)
+    links = []
+    quiet = dataclasses.replace(config, check=False, limit_memory=False)
+    with TensorFlowRunner(program, cluster, quiet) as runner:
+        base = _seconds(runner.measure(start))
+        for link in cluster.links:
+            ends = [
+                cluster.device_names.index(e) for e in link.pairs[0] if e in cluster.device_names
+            ]
+            if len(ends) < 2:
+                links.append(link)
+                continue
+            home = _seconds(runner.measure([ends[0]] * len(names))) if ends[0] else base
+            hops = []
+            for size in LINK_BYTES:
+                devices = [
+                    ends[_hop(name) % 2] if name.startswith(f"bytes_{size}/") else ends[0]
+                    for name in names
+                ]
+                seconds = _seconds(runner.measure(devices))
+                hops.append(max(1e-9, (seconds - home) / _HOPS))
+            links.append(_fit_link(link, hops))
+    return dataclasses.replace(cluster, links=tuple(links))
+
+
+def _seconds(run: Run) -> float:
+    if not run.measurement.ok:
+        raise WorkerError(f"links could not be timed: {run.measurement.reason}")
+    return float(np.median(run.measurement.step_seconds))
+
+
+def _hop(name: str) -> int:
+    last = name.rpartition("/hop_")[2]
+    return int(last) if last.isdecimal() else 0
+
+
+def _chains() -> Any:
+    """For every size a tensor that is handed on from op to op."""
+    from placewright.frontends import load_program
+    from placewright.frontends.tensorflow._tf import tf
+
+    graph = tf.Graph()
+    with graph.as_default():
+        ends = []
+        for size in LINK_BYTES:
+            with tf.compat.v1.name_scope(f"bytes_{size}"):
+                tensor = tf.fill([size // 4], 1.0, name="hop_0")
+                for hop in range(1, _HOPS + 1):
+                    tensor = tf.identity(tensor, name=f"hop_{hop}")
+                ends.append(tensor.op.name)
+    return load_program(graph, fetches=ends)
+
+
+def _fit_link(link: Link, hops: Sequence[float]) -> Link:
+    """Latency and bandwidth whose relative errors over all sizes are least."""
+    sizes, seconds = np.array(LINK_BYTES, dtype=float), np.array(hops)
+    weights = 1.0 / seconds
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, np.newaxis]
+    (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)
+    return dataclasses.replace(
+        link,
+        latency_seconds=float(max(latency, 1e-6)),
+        bandwidth=float(1.0 / max(per_byte, 1e-13)),
+    )
+
+
+# --- fitting -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Factors on what was measured piece by piece, so that whole steps come out right."""
+
+    ops: float = 1.0
+    latency: float = 1.0
+    overhead: float = 0.0
+    """Seconds of a busy core per transfer, as a share of the link's latency."""
+    overhead_bytes: float = 0.0
+    """The same per byte, as a share of the link's time per byte."""
+
+    def apply(self, problem: Problem) -> Problem:
+        links = tuple(self._link(link) for link in problem.cluster.links)
+        costs = dataclasses.replace(
+            problem.costs, op_seconds=frozen(problem.costs.op_seconds * self.ops)
+        )
+        cluster = dataclasses.replace(problem.cluster, links=links)
+        return dataclasses.replace(problem, cluster=cluster, costs=costs)
+
+    def _link(self, link: Link) -> Link:
+        share = self.overhead_bytes
+        return dataclasses.replace(
+            link,
+            latency_seconds=link.latency_seconds * self.latency,
+            overhead_seconds=link.latency_seconds * self.overhead,
+            overhead_bandwidth=link.bandwidth / share if share else math.inf,
+        )
+
+
+_STARTS = ((0.0, 0.0), (0.3, 0.3), (1.0, 0.3), (3.0, 0.3), (1.0, 1.0))
+"""Shares of overhead that the fit begins with: the best of these."""
+
+_STEPS = (1.6, 1.25, 1.1, 1.04)
+"""Factors by which each setting is tried to be changed, coarse to fine."""
+
+
+def fit(
+    problem: Problem, placements: Sequence[Placement], seconds: Sequence[float]
+) -> tuple[Correction, float]:
+    """The correction under which the simulator comes closest to these step times, and its mean
+    error (as a share).
+
+    Coordinate descent on the mean absolute logarithm, which an outlier moves little. Each try
+    simulates all placements, which takes milliseconds.
+    """
+    rows = np.stack([placement.devices for placement in placements])
+    truth = np.asarray(seconds)
+
+    def error(correction: Correction) -> float:
+        predicted = Simulator(correction.apply(problem)).run(rows).step_seconds
+        # A whisper of regularisation: what the measurements do not say stays as it is.
+        drift = abs(math.log(correction.ops)) + abs(math.log(correction.latency))
+        return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
+
+    # From no overhead the way to the right one can lead over a hill, so there are several starts.
+    starts = [Correction(overhead=o, overhead_bytes=b) for o, b in _STARTS]
+    least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
+    for factor in _STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for candidate in _neighbours(best, factor):
+                found = error(candidate)
+                if found < least - 1e-6:
+                    best, least, improved = candidate, found, True
+    return best, least
+
+
+def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:
+    for name in ("ops", "latency", "overhead", "overhead_bytes"):
+        value = getattr(correction, name)
+        low, high = (0.05, 20.0) if name in ("ops", "latency") else (0.0, 40.0)
+        for changed in (value * factor, value / factor, 0.2 if value == 0.0 else value):
+            if changed != value and low <= changed <= high:
+                yield dataclasses.replace(correction, **{name: changed})
+
+
+# --- the whole -----------------------------------------------------------------------------------
+
+
+def calibrate(
+    problem: Problem,
+    runner: TensorFlowRunner,
+    placements: Sequence[Placement],
+    *,
+    traces: int = 5,
+    say: Callable[[str], None] = lambda text: None,
+) -> Calibration:
+    """Calibrates for a problem on the runner's devices; the rest is fitted to `placements`.
+
+    The single-device placements are always among those.
+    """
+    say("timing ops")
+    traced = {}
+    for device in range(problem.num_devices):
+        single = everything_on(problem, device)
+        run = runner.measure(single.devices[problem.grouping.group_of], traces=traces)
+        if run.measurement.ok:
+            traced[device] = run
+        else:
+            say(f"{problem.cluster.device_names[device]}: {run.measurement.reason}")
+    if not traced:
+        raise WorkerError("no device can run the model alone, so its ops cannot be timed")
+    table = op_table(problem, traced)
+    cluster = problem.cluster
+    if problem.num_devices > 1:
+        say("timing links")
+        runner.close()  # two sets of processes would share the cores
+        cluster = measure_links(cluster, runner.config)
+    found = Calibration(table=table, cluster=cluster)
+    say("fitting")
+    truth: dict[Placement, list[float]] = {
+        everything_on(problem, device): list(run.measurement.step_seconds)
+        for device, run in traced.items()
+    }
+    for placement, steps in in_turns(problem, runner, placements).items():
+        truth.setdefault(placement, []).extend(steps)
+    seconds = [float(np.median(steps)) for steps in truth.values()]
+    return corrected(problem, found, list(truth), seconds)
+
+
+_TURN = 3
+"""Placements between two runs of the reference."""
+
+
+def in_turns(
+    problem: Problem, runner: TensorFlowRunner, placements: Sequence[Placement]
+) -> dict[Placement, list[float]]:
+    """Step times of the placements that run, as if the machine had been equally fast all the time.
+
+    A machine drifts by 20% and more, by its temperature and by what else it does. So a reference is
+    run in between, and the times are scaled by how fast that was just then. It uses all devices:
+    those that use one notice less.
+    """
+    if not placements:
+        return {}
+    group_of = problem.grouping.group_of
+    reference = max(placements, key=lambda p: len(np.unique(p.devices)))
+
+    def speed() -> float:
+        measurement = runner.measure(reference.devices[group_of]).measurement
+        return float(np.median(measurement.step_seconds)) if measurement.ok else math.nan
+
+    speeds = [speed()]
+    turns: list[dict[Placement, list[float]]] = []
+    for first in range(0, len(placements), _TURN):
+        turn = {}
+        for placement in placements[first : first + _TURN]:
+            measurement = runner.measure(placement.devices[group_of]).measurement
+            if measurement.ok:
+                turn[placement] = list(measurement.step_seconds)
+        turns.append(turn)
+        speeds.append(speed())
+    usual = float(np.nanmedian(speeds)) if not np.isnan(speeds).all() else 1.0
+    result: dict[Placement, list[float]] = {}
+    for number, turn in enumerate(turns):
+        around = [s for s in speeds[number : number + 2] if not math.isnan(s)]
+        factor = usual / float(np.mean(around)) if around else 1.0
+        for placement, steps in turn.items():
+            result[placement] = [factor * seconds for seconds in steps]
+    return result
+
+
+def corrected(
+    problem: Problem,
+    calibration: Calibration,
+    placements: Sequence[Placement],
+    seconds: Sequence[float],
+) -> Calibration:
+    """The calibration, corrected by the step times of these placements."""
+    under = calibration.problem(problem)
+    correction, _ = fit(under, placements, seconds)
+    fitted = correction.apply(under)
+    table = dataclasses.replace(
+        calibration.table,
+        op_seconds=frozen(calibration.table.op_seconds * correction.ops),
+    )
+    return Calibration(table=table, cluster=fitted.cluster)
+
+
+def varied_placements(problem: Problem, count: int, seed: int = 0) -> list[Placement]:
+    """Different kinds of placements, by turns: random, cut once in graph order, cut several times,
+    and cut with a few groups moved."""
+    rng = np.random.default_rng(seed)
+    groups, devices = problem.num_groups, problem.num_devices
+    first = np.full(groups, problem.graph.num_ops)
+    np.minimum.at(first, problem.grouping.group_of, np.arange(problem.graph.num_ops))
+    order = np.argsort(first, kind="stable")
+    found: dict[Placement, None] = {}
+    for number in range(20 * count):
+        if len(found) == count:
+            break
+        cuts = (0, devices - 1, devices + int(rng.integers(1, 5)), devices - 1)[number % 4]
+        chosen = rng.integers(0, devices, groups)
+        if number % 4:
+            part = np.searchsorted(
+                np.sort(rng.integers(1, groups + 1, cuts)), np.arange(groups) + 1
+            )
+            chosen[order] = rng.permutation(devices)[part % devices]
+        if number % 4 == 3:
+            moved = rng.integers(0, groups, max(1, groups // 10))
+            chosen[moved] = rng.integers(0, devices, len(moved))
+        allowed = problem.allowed[np.arange(groups), chosen]
+        chosen = np.where(allowed, chosen, problem.allowed.argmax(axis=1))
+        found[Placement.of(problem, chosen.astype(np.int32))] = None
+    return list(found)
+
+
+def everything_on(problem: Problem, device: int) -> Placement:
+    """All groups that may be there; the others where they may be."""
+    allowed = problem.allowed
+    devices = np.where(allowed[:, device], device, allowed.argmax(axis=1))
+    return Placement.of(problem, devices.astype(np.int32))
+
+
+# --- how good it is ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """Prediction against reality."""
+
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+    halves: float
+    """Rank correlation of the even with the odd steps: no prediction can do better than this."""
+
+    @property
+    def error(self) -> float:
+        """Mean absolute error as a share of the measured time."""
+        truth = np.array(self.measured)
+        return float(np.mean(np.abs(np.array(self.predicted) - truth) / truth))
+
+    @property
+    def spearman(self) -> float:
+        return rank_correlation(self.predicted, self.measured)
+
+
+def fidelity(
+    problem: Problem, placements: Sequence[Placement], steps: Sequence[Sequence[float]]
+) -> Fidelity:
+    """How the problem's costs predict these steps."""
+    rows = np.stack([placement.devices for placement in placements])
+    predicted = Simulator(problem).run(rows).step_seconds
+    return Fidelity(
+        predicted=tuple(predicted.tolist()),
+        measured=tuple(float(np.median(each)) for each in steps),
+        halves=rank_correlation(
+            [float(np.median(each[::2])) for each in steps],
+            [float(np.median(each[1::2] or each)) for each in steps],
+        ),
+    )
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's; ties share their mean rank. NaN for fewer than two, or all equal."""
+    if len(a) < 2:
+        return math.nan
+    x, y = _ranks(np.asarray(a)), _ranks(np.asarray(b))
+    if x.std() == 0 or y.std() == 0:
+        return math.nan
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _ranks(values: FloatArray) -> FloatArray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return np.asarray((ends - (counts - 1) / 2.0)[inverse], dtype=np.float64)

@@ -1,0 +1,150 @@
+"""How `placewright place` tries placements: in the simulator, on real devices, or both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from placewright.cli import common
+from placewright.cluster import Cluster
+from placewright.errors import ClusterError, SearchError
+
+if TYPE_CHECKING:
+    from placewright.api import Result
+    from placewright.frontends.tensorflow.program import Program
+    from placewright.problem import Problem
+    from placewright.runners.tensorflow import TensorFlowRunner
+    from placewright.search import Budget
+
+SIMULATE, MEASURE, BOTH = "simulate", "measure", "simulate+measure"
+
+FeedsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--feeds", metavar="FILE", help="An .npz file with the inputs; made up when not given."
+    ),
+]
+
+
+def choose(
+    wanted: str | None, model: str, cluster: Cluster, resume: str | None, budget: Budget
+) -> str:
+    """What the user wants, or else what fits: real runs where there are devices to choose from.
+
+    A run that is continued goes on as it began: its journal's times are of one kind.
+    """
+    from placewright.runners.here import why_not_here
+    from placewright.runners.tensorflow import has_tensorflow
+
+    if wanted not in (None, SIMULATE, MEASURE, BOTH):
+        raise common.UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
+    if resume is not None:
+        measured = _holds_real_runs(Path(resume) / "journal.jsonl")
+        if wanted is not None and (wanted != SIMULATE) != measured:
+            kind = "real" if measured else "simulated"
+            raise SearchError(f"{resume}: holds {kind} runs; it cannot go on with {wanted}")
+        wanted = wanted or (BOTH if measured else SIMULATE)
+    if wanted is None:
+        if budget.seconds is None:  # trials alone are mostly meant for the simulator
+            return SIMULATE
+        here = cluster.num_devices > 1 and not why_not_here(cluster)
+        runnable = Path(model).suffix != ".json" and has_tensorflow()
+        return BOTH if here and runnable else SIMULATE
+    if wanted != SIMULATE:
+        require_here(cluster)
+    return wanted
+
+
+def _holds_real_runs(journal: Path) -> bool:
+    """Simulated trials have one step, real ones several."""
+    try:
+        with journal.open(encoding="utf-8") as lines:
+            for line in lines:
+                steps = json.loads(line)["measurement"].get("step_seconds", ())
+                if steps:
+                    return len(steps) > 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # whoever reads it next says what is wrong with it
+    return False
+
+
+def require_here(cluster: Cluster) -> None:
+    """Raises when the cluster's devices are not those of this machine."""
+    from placewright.runners.here import why_not_here
+
+    reason = why_not_here(cluster)
+    if reason:
+        raise ClusterError(
+            f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
+            "('placewright devices' shows what can)"
+        )
+
+
+def affordable(how: str, problem: Problem, budget: Budget) -> str:
+    """`how`, or `simulate` where nobody asked for real runs and they would take too long or too
+    much memory."""
+    from placewright.calibration import everything_on
+    from placewright.evaluators.simulated import SimulatedEvaluator
+    from placewright.refine import enough_for
+    from placewright.runners.config import RunConfig
+
+    singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+    measurements = SimulatedEvaluator(problem).evaluate(singles)
+    fastest = min(measurement.mean_seconds for measurement in measurements)
+    largest = max(sum(measurement.peak_bytes) for measurement in measurements)
+    memory = Cluster.load("local").devices[0].memory_bytes
+    if not enough_for(budget, fastest, RunConfig.steps):
+        reason = "the budget gives no time to measure ten placements of this model"
+    # Every device keeps the variables of the placements before.
+    elif problem.num_devices * largest > memory / 2:
+        reason = "the model may not fit this machine's memory"
+    else:
+        return how
+    common.errors.print(f"simulated only: {reason} (--evaluate {BOTH} measures anyway)")
+    return SIMULATE
+
+
+@contextmanager
+def devices(
+    how: str, program: Program | None, cluster: Cluster, feeds: str | None
+) -> Iterator[TensorFlowRunner | None]:
+    """The runner, where one is needed, started before the clock of the search is."""
+    from placewright.runners.feeds import load_feeds
+    from placewright.runners.tensorflow import TensorFlowRunner
+
+    if how == SIMULATE or program is None:
+        if feeds is not None and how == SIMULATE and program is None:
+            raise common.UsageError("--feeds means nothing in the simulator")
+        yield None
+        return
+    given = None if feeds is None else load_feeds(feeds)
+    with TensorFlowRunner(program, cluster, feeds=given) as runner:
+        with common.status("starting the devices' processes ..."):
+            runner.start()
+        yield runner
+
+
+def run(
+    how: str,
+    problem: Problem,
+    runner: TensorFlowRunner | None,
+    methods: Sequence[str],
+    budget: Budget,
+    **options: Any,
+) -> Result:
+    """The search, tried in this way."""
+    from placewright import api
+    from placewright.evaluators.measured import MeasuredEvaluator
+    from placewright.refine import refine
+
+    if runner is None:
+        return api.run(problem, methods, budget, **options)
+    if how == MEASURE:
+        evaluator = MeasuredEvaluator(problem, runner)
+        return api.run(problem, methods, budget, evaluator=evaluator, **options)
+    return refine(problem, runner, methods, budget, **options)

@@ -1,0 +1,182 @@
+"""`placewright measure` and `placewright devices`: what this machine really does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from placewright.cli import common
+from placewright.cli.evaluation import FeedsOption, require_here
+from placewright.cli.simulate import load_placement
+from placewright.cluster import Cluster, preset_names
+
+if TYPE_CHECKING:
+    from placewright.runners.tensorflow import Run
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(measure)
+    app.command()(devices)
+
+
+def measure(
+    model: common.ModelArgument,
+    cluster: common.ClusterOption = "local",
+    placement: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A placement file to run.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Everything on this device instead.")
+    ] = None,
+    feeds: FeedsOption = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Steps to run; the first warms up and is not counted.")
+    ] = 10,
+    time_limit: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Most time for the placement.")
+    ] = 120.0,
+    limit_memory: Annotated[
+        bool,
+        typer.Option("--limit-memory", help="Hold CPU devices to the memory the cluster says."),
+    ] = False,
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="Let TensorFlow rewrite the graph first (Grappler).")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check that every op ran where the placement puts it.")
+    ] = False,
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DEVICE=HOST:PORT", help="A TensorFlow server already running; for each device."
+        ),
+    ] = None,
+    group_by: common.GroupByOption = None,
+    groups: common.GroupsOption = None,
+    together: common.TogetherOption = None,
+    scale: common.ScaleOption = "paper",
+    batch: common.BatchOption = None,
+    dim: common.DimOption = None,
+    signature: common.SignatureOption = None,
+    fetch: common.FetchOption = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Run a model under a placement on the devices of this machine, and time its steps.
+
+    Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
+    """
+    from placewright.runners.config import RunConfig
+    from placewright.runners.feeds import load_feeds
+    from placewright.runners.tensorflow import TensorFlowRunner
+
+    if (placement is None) == (device is None):
+        raise common.UsageError("give either --placement FILE or --device NAME")
+    addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
+    config = RunConfig(
+        steps=steps, max_steps=max(steps, 40), time_limit_seconds=time_limit,
+        limit_memory=limit_memory, optimize=optimize, check=check, addresses=addresses,
+    )  # fmt: skip
+    machine = Cluster.load(cluster)
+    if not addresses:
+        require_here(machine)
+    inputs = None if feeds is None else load_feeds(feeds)
+    program = common.load_program(model, scale, batch, dim, signature, fetch)
+    problem = common.load_problem(
+        program.graph, machine, group_by=group_by, groups=groups, together=together
+    )
+    chosen = load_placement(problem, placement, device)
+    with (
+        TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
+        common.status("running ..."),
+    ):
+        run = runner.measure(chosen.devices[problem.grouping.group_of])
+    facts = _facts(program.graph.name, machine, run)
+    if as_json:
+        common.print_json(facts)
+    else:
+        _print(machine, facts)
+    if facts["step_seconds"] is None:
+        raise typer.Exit(1)
+
+
+def _facts(model: str, cluster: Cluster, run: Run) -> dict[str, Any]:
+    measurement = run.measurement
+    return {
+        "model": model,
+        "cluster": cluster.name,
+        "outcome": measurement.outcome.value,
+        "reason": measurement.reason,
+        "step_seconds": measurement.mean_seconds if measurement.ok else None,
+        "half_width_seconds": measurement.half_width_seconds,
+        "steps": list(measurement.step_seconds),
+        "overhead_seconds": run.overhead_seconds,
+        "devices": [
+            {"name": name, "peak_bytes": peak}
+            for name, peak in zip(cluster.device_names, measurement.peak_bytes, strict=False)
+        ],
+        "misplaced": None if run.misplaced is None else list(run.misplaced),
+    }
+
+
+def _print(cluster: Cluster, facts: dict[str, Any]) -> None:
+    say = common.console.print
+    if facts["step_seconds"] is None:
+        say(f"[red]{facts['outcome']}:[/red] {common.escaped(facts['reason'])}")
+    else:
+        step = common.format_seconds(facts["step_seconds"])
+        spread = common.format_seconds(facts["half_width_seconds"])
+        count = len(facts["steps"])
+        say(f"[bold]{step}[/bold] a step (measured: mean of {count}, 95% within ± {spread})")
+        deviation = float(np.std(facts["steps"]))
+        fastest, slowest = min(facts["steps"]), max(facts["steps"])
+        say(
+            f"standard deviation {common.format_seconds(deviation)}, from "
+            f"{common.format_seconds(fastest)} to {common.format_seconds(slowest)}"
+        )
+    for entry in facts["devices"]:
+        peak = common.format_bytes(entry["peak_bytes"])
+        say(f"{common.escaped(entry['name'])}: at most {peak} in use")
+    if facts["misplaced"] is not None:
+        wrong = facts["misplaced"]
+        say("every op ran where it was put" if not wrong else f"[red]{len(wrong)} ops did not:[/]")
+        for line in wrong[:10]:
+            say(f"  {common.escaped(line)}")
+
+
+def devices(as_json: common.JsonOption = False) -> None:
+    """Show the devices of this machine, and the clusters that can be measured on it.
+
+    Example: placewright devices
+    """
+    from placewright.runners.here import measurable_presets, usable_cores
+    from placewright.runners.tensorflow import has_tensorflow
+
+    local = Cluster.load("local")
+    facts: dict[str, Any] = {
+        "cores": usable_cores(),
+        "tensorflow": has_tensorflow(),
+        "devices": [
+            {"name": d.name, "kind": d.kind.name, "type": d.type, "memory_bytes": d.memory_bytes}
+            for d in local.devices
+        ],
+        "measurable": measurable_presets(preset_names()),
+    }
+    if as_json:
+        common.print_json(facts)
+        return
+    table = Table.grid(padding=(0, 2))
+    for entry in facts["devices"]:
+        memory = common.format_bytes(entry["memory_bytes"])
+        table.add_row(*(common.escaped(text) for text in (entry["name"], entry["kind"], memory)))
+    common.console.print(table)
+    cores = "1 core" if facts["cores"] == 1 else f"{facts['cores']} cores"
+    common.console.print(f"{cores} for this process")
+    if not facts["tensorflow"]:
+        common.console.print(
+            r"TensorFlow is not installed: run pip install 'placewright\[tensorflow]' to measure"
+        )
+    can = ", ".join(facts["measurable"])
+    common.console.print(f"clusters that can be measured here: {can or 'none'}")

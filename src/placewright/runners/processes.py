@@ -1,0 +1,177 @@
+"""Child processes that never outlive their parent and whose last words are kept.
+
+A child ends when its stdin ends, and the kernel kills it when its parent dies. Its log goes to a
+file that has no name, so that nothing is left behind whatever happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A Python module run as a process, talking JSON lines: requests to its stdin, answers back."""
+
+    def __init__(
+        self,
+        module: str,
+        greeting: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Starts it. `greeting` is its first request, with each of `files` as the number of a
+        descriptor to read from, under the file's key."""
+        self.name = module.rpartition(".")[2]
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as we do
+        self._pending = b""
+        descriptors: dict[str, int] = {}
+        opened: list[IO[bytes]] = []
+        answers, child_answers = os.pipe()
+        self._answers = answers
+        try:
+            for key, content in (files or {}).items():
+                opened.append(tempfile.TemporaryFile())  # noqa: SIM115 closed below
+                opened[-1].write(content)
+                opened[-1].flush()
+                descriptors[key] = opened[-1].fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(os.getpid()), str(child_answers)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **(environment or {})},
+                pass_fds=(child_answers, *descriptors.values()),
+                # Ctrl-C is for the parent to handle: it decides what becomes of its children.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(answers)
+            self._log.close()
+            raise
+        finally:
+            os.close(child_answers)
+            for file in opened:
+                file.close()
+        self.send({**greeting, **descriptors})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """A child that is gone does not read; whoever waits for its answer will notice."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """The next answer, or None when there is none within this time."""
+        while b"\n" not in self._pending:
+            if not select.select([self._answers], [], [], max(0.0, seconds))[0]:
+                return None
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                return None
+            self._pending += part
+        line, _, self._pending = self._pending.partition(b"\n")
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def ended(self) -> str:
+        """How it ended, or nothing while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended with exit code {code}"
+
+    def last_words(self, lines: int = 3) -> str:
+        """The end of its log, in one line."""
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(0, size - 8192)
+        text = os.pread(self._log.fileno(), 8192, start).decode(errors="replace")
+        kept = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(kept[-lines:])
+
+    def kill(self) -> None:
+        """Ends it at once and waits until it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what could not be written cannot be flushed
+            self._process.stdin.close()
+        if not self._log.closed:
+            os.close(self._answers)
+            self._log.close()
+
+
+def serve(handle: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """The child's side: answers requests until there are no more, then ends the process."""
+    parent, answers = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    for line in sys.stdin.buffer:
+        answer = handle(json.loads(line))
+        if answer is not None:
+            try:
+                with os.fdopen(os.dup(answers), "wb") as pipe:
+                    pipe.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+            except BrokenPipeError:
+                break
+    # Not sys.exit: TensorFlow would wait for its threads, some of which never end.
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+    # Elsewhere than on Linux there is no such signal, and in the midst of a request nobody reads
+    # stdin: a thread watches too.
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def read_all(descriptor: int) -> bytes:
+    """The content of a file that was handed over by `Child`."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on the loopback interface that nobody has at this moment."""
+    sockets: Sequence[socket.socket] = []
+    try:
+        sockets = [socket.socket() for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

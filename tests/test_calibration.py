@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from placewright.calibration import (
+    Calibration,
+    Correction,
+    calibrated_cluster,
+    corrected,
+    fidelity,
+    fit,
+    op_table,
+    rank_correlation,
+    varied_placements,
+)
+from placewright.cluster import Cluster
+from placewright.costs import Costs, Source
+from placewright.errors import CostsError
+from placewright.measurement import Measurement, Outcome
+from placewright.problem import Problem, make_problem
+from placewright.runners.tensorflow import Run
+from placewright.simulator import Simulator
+from placewright.testing import layered_graph
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return make_problem(layered_graph(300, 8), Cluster.load("cpu2"), target_groups=40)
+
+
+def test_a_correction_is_found_again(problem: Problem) -> None:
+    truth = Correction(ops=1.7, latency=0.8, overhead=0.5, overhead_bytes=0.7)
+    placements = varied_placements(problem, 16)
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
+    found, _ = fit(problem, placements, seconds)
+    fresh = varied_placements(problem, 12, seed=5)
+    result = fidelity(
+        found.apply(problem),
+        fresh,
+        [
+            [s]
+            for s in Simulator(truth.apply(problem))
+            .run(np.stack([p.devices for p in fresh]))
+            .step_seconds
+        ],
+    )
+    assert result.error < 0.03
+    assert result.spearman > 0.98
+    before = fidelity(problem, fresh, [[s] for s in result.measured])
+    assert before.error > 0.2
+
+
+def test_one_wrong_measurement_does_not_spoil_the_fit(problem: Problem) -> None:
+    truth = Correction(ops=2.0)
+    placements = varied_placements(problem, 12)
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
+    seconds[3] *= 5
+    found, _ = fit(problem, placements, seconds)
+    assert found.ops == pytest.approx(2.0, rel=0.1)
+
+
+def run(problem: Problem, seconds: float, share: float) -> Run:
+    """A run whose trace has `share` of its time in its ops."""
+    each = share * seconds / problem.graph.num_ops
+    return Run(
+        measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds, seconds)),
+        trace={"ops": dict.fromkeys(problem.graph.op_names, each), "transfers": []},
+    )
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_ops_add_up_to_the_step(problem: Problem, share: float) -> None:
+    table = op_table(problem, {0: run(problem, 0.3, share)})
+    assert table.op_seconds.sum() == pytest.approx(0.3)
+    assert np.all(table.source == Source.TABLE)
+
+
+def test_a_calibration_is_a_costs_file(problem: Problem, tmp_path: Path) -> None:
+    table = op_table(problem, {0: run(problem, 0.3, 1.0)})
+    link = dataclasses.replace(
+        problem.cluster.links[0], latency_seconds=1e-4, overhead_seconds=3e-5
+    )
+    cluster = dataclasses.replace(problem.cluster, links=(link,))
+    found = Calibration(table=table, cluster=cluster)
+    path = tmp_path / "costs.json"
+    found.save(path, problem.graph)
+    assert np.allclose(Costs.load(path, problem.graph).op_seconds, table.op_seconds)
+    assert calibrated_cluster(path, problem.cluster) == cluster
+    # Of no use for another machine.
+    other = Cluster.load("k80x2")
+    assert calibrated_cluster(path, other) == other
+    with pytest.raises(CostsError, match="no such costs file"):
+        calibrated_cluster(tmp_path / "none.json", other)
+
+
+def test_corrected_keeps_what_it_learnt(problem: Problem) -> None:
+    base = Calibration(
+        table=op_table(problem, {0: run(problem, 0.3, 1.0)}), cluster=problem.cluster
+    )
+    placements = varied_placements(problem, 10)
+    under = Correction(ops=1.5, overhead=0.4).apply(base.problem(problem))
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = Simulator(under).run(rows).step_seconds.tolist()
+    better = corrected(problem, base, placements, seconds)
+    steps = [[s] for s in seconds]
+    assert fidelity(better.problem(problem), placements, steps).error < 0.03
+    assert fidelity(base.problem(problem), placements, steps).error > 0.2
+
+
+def test_varied_placements_are_distinct_and_allowed(problem: Problem) -> None:
+    placements = varied_placements(problem, 20, seed=1)
+    assert len(set(placements)) == 20
+    assert placements == varied_placements(problem, 20, seed=1)
+    assert placements != varied_placements(problem, 20, seed=2)
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 25]) == pytest.approx(0.8)
+    assert rank_correlation([1, 1, 2], [3, 3, 9]) == pytest.approx(1.0)
+    assert math.isnan(rank_correlation([1, 1], [1, 2]))
+    assert math.isnan(rank_correlation([1], [1]))
