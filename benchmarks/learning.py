@@ -209,8 +209,8 @@ def speed() -> None:
     evaluator = SimulatedEvaluator(problem)
     path = RESULTS / "speed.csv"
     path.unlink(missing_ok=True)
-    # As the presets are, with all their gradient steps; one polished placement instead of 240, since
-    # simulating is not what is timed.
+    # As the presets are, with all their gradient steps, but for one polished placement instead of
+    # 240: simulating is not what is timed.
     for preset, hidden in itertools.product(("reinforce", "ppo"), (128, 256)):
         settings = [f"policy.hidden={hidden}", "samples=16", "warm_start=0"]
         config = configured(PRESETS[preset], [*settings, *(["polish=1"] * (preset == "ppo"))])
