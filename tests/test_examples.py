@@ -19,18 +19,6 @@ def test_examples_run(script: Path, tmp_path: Path) -> None:
     assert result.stdout
 
 
-def test_the_readmes_python_runs(tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        result = subprocess.run(
-            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert result.returncode == 0, result.stderr
-    assert (tmp_path / "result" / "placement.json").is_file()
-
-
 def test_the_format_in_the_docs_is_read(tmp_path: Path) -> None:
     from placewright import Cluster, Graph
 
