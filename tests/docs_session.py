@@ -1,18 +1,29 @@
-"""Runs the code blocks of a page as one session; see `test_docs.py`, which starts this."""
+"""Runs the code blocks of pages; see `test_docs.py`, which starts this in a process of its own.
+
+Reads `[{"page": ..., "steps": [...]}, ...]` and writes `{page: what went wrong}`, empty where all is
+well. Each page has a directory and names of its own; the process they share, because importing
+TensorFlow and torch takes longer than most pages.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import linecache
+import os
 import re
 import shlex
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from placewright import cli
+from placewright import cli, frontends, methods
+from placewright.graph import Graph
+from placewright.models import NAMES
 
 
 def run_python(code: str, where: str, names: dict[str, Any]) -> None:
@@ -25,29 +36,30 @@ def run_console(code: str, where: str, options: str) -> None:
     expected = re.search(r"^\[exit (\d+)\]$", code, re.MULTILINE)
     # A line that ends in a backslash goes on.
     lines = re.findall(r"^\$ (.*)$", code.replace("\\\n", " "), re.MULTILINE)
-    if not lines:
-        sys.exit(f"{where}: no command in it")
+    assert lines, f"{where}: no command in it"
     for number, line in enumerate(lines, start=1):
         program, *arguments = shlex.split(line, comments=True)
-        if program != "placewright":
-            sys.exit(f"{where}: cannot run {program!r}")
+        assert program == "placewright", f"{where}: cannot run {program!r}"
         arguments += wanted(arguments, options)
         sys.argv = ["placewright", *arguments]
+        started = time.monotonic()
+        ended: object = None
         try:
             cli.main(arguments)
-        except SystemExit as ended:
-            last = number == len(lines)
-            code_wanted = int(expected[1]) if expected and last else 0
-            if ended.code != code_wanted:
-                sys.exit(f"{where}: placewright {shlex.join(arguments)}: exit {ended.code}")
+        except SystemExit as end:
+            ended = end.code
+        print(f"{time.monotonic() - started:.1f} s: {shlex.join(sys.argv)}", file=sys.stderr)
+        due = int(expected[1]) if expected and number == len(lines) else 0
+        assert ended == due, f"{where}: {shlex.join(sys.argv)}: exit {ended} instead of {due}"
 
 
 def wanted(arguments: list[str], options: str) -> list[str]:
     """Those of the options (`--name value` or `--flag`) that the command has."""
     commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    command = commands.get(arguments[0]) if arguments else None
     known = {
-        name for p in (command.params if command else ()) for name in (*p.opts, *p.secondary_opts)
+        name
+        for parameter in commands[arguments[0]].params
+        for name in (*parameter.opts, *parameter.secondary_opts)
     }
     found: list[str] = []
     for text in re.findall(r"--\S+(?: (?!--)\S+)*", options):
@@ -71,21 +83,55 @@ def make_model() -> None:
         tf.compat.v1.train.export_meta_graph("model.meta")
 
 
-def main() -> None:
-    page = sys.argv[1]
-    steps = json.load(sys.stdin)
-    if any("model.meta" in step["code"] for step in steps) and not Path("model.meta").exists():
+def run_page(page: str, steps: list[dict[str, Any]]) -> None:
+    if any("model.meta" in step["code"] for step in steps):
         make_model()
     names: dict[str, Any] = {"__name__": "__main__"}
     for step in steps:
         where = f"{page}, line {step['line']}"
-        print(f"--- {where}", flush=True)
         if "file" in step:
             Path(step["file"]).write_text(step["code"], encoding="utf-8")
         elif step["language"] == "python":
             run_python(step["code"], where, names)
         else:
             run_console(step["code"], where, step.get("test with", ""))
+
+
+def keep_benchmark_models() -> None:
+    """Building one takes seconds, and most pages use the same; graphs never change."""
+    load = frontends.load
+    kept = functools.cache(load)
+
+    def load_once(source: Any, **options: Any) -> Graph:
+        unusual = {name for name, value in options.items() if value} - {"scale"}
+        if source in NAMES and not unusual:
+            return kept(source, scale=options.get("scale", "paper"))
+        return load(source, **options)
+
+    frontends.load = load_once
+
+
+def main() -> None:
+    keep_benchmark_models()
+    top = Path.cwd()
+    faults = {}
+    registered = dict(methods.METHODS)
+    for session in json.load(sys.stdin):
+        page = session["page"]
+        folder = top / re.sub(r"\W", "-", page)
+        folder.mkdir()
+        os.chdir(folder)
+        faults[page] = ""
+        started = time.monotonic()
+        try:
+            run_page(page, session["steps"])
+        except Exception:
+            faults[page] = traceback.format_exc()
+        print(f"{page}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        # A page on methods of one's own may add some.
+        methods.METHODS.clear()
+        methods.METHODS.update(registered)
+    (top / "faults.json").write_text(json.dumps(faults), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The documentation holds: its code runs, its links lead somewhere, its site builds.
 
-The blocks of a page marked ``python`` and ``console`` are run in order, in one process and one empty
-directory, as a reader would: what one block makes, the next may use. Of a ``console`` block the lines
-that begin with `$ placewright` are run; a last line `[exit 2]` says that it ends with that code.
+The blocks of a page marked `python` and `console` are run in order, in one empty directory, as a
+reader would: what one block makes, the next may use. Of a `console` block the lines that begin with
+`$ placewright` are run; a last line `[exit 2]` says that it ends with that code.
 
 A comment above a block changes that, and gives the reason:
 
@@ -77,27 +77,43 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(block.runs for block in blocks(page))], ids=name
-)
-def test_code_runs(page: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorflow")
-    pytest.importorskip("torch")
-    steps = [
-        {"language": b.language, "code": b.code, "line": b.line, b.marker: b.text}
-        for b in blocks(page)
-        if b.runs
+RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong on each page."""
+    for needed in ("tensorflow", "torch", "plotly"):
+        pytest.importorskip(needed)
+    sessions = [
+        {
+            "page": name(page),
+            "steps": [
+                {"language": b.language, "code": b.code, "line": b.line, b.marker: b.text}
+                for b in blocks(page)
+                if b.runs
+            ],
+        }
+        for page in RUN
     ]
+    folder = tmp_path_factory.mktemp("docs")
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("docs_session.py")), name(page)],
-        input=json.dumps(steps),
-        cwd=tmp_path,
+        [sys.executable, str(Path(__file__).with_name("docs_session.py"))],
+        input=json.dumps(sessions),
+        cwd=folder,
         env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    found: dict[str, str] = json.loads((folder / "faults.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_code_runs(page: Path, faults: dict[str, str]) -> None:
+    assert not faults[name(page)], faults[name(page)]
 
 
 def test_blocks_that_are_not_run_are_known() -> None:
@@ -154,7 +170,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     site = tmp_path / "site"
     commands = (site / "cli.html").read_text(encoding="utf-8")
-    assert "placewright place MODEL" in commands
+    assert 'id="placewright-place-model"' in commands
     assert "--budget" in commands
     settings = (site / "learning.html").read_text(encoding="utf-8")
     assert "tanh_constant" in settings
