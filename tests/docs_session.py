@@ -1,7 +1,7 @@
 """Runs the code blocks of pages; see `test_docs.py`, which starts this in a process of its own.
 
-Reads `[{"page": ..., "steps": [...]}, ...]` and writes `{page: what went wrong}`, empty where all is
-well. Each page has a directory and names of its own; the process they share, because importing
+Reads `[{"page": ..., "steps": [...]}, ...]` and writes `{page: what went wrong}`, empty where all
+is well. Each page has a directory and names of its own; they share a process, because importing
 TensorFlow and torch takes longer than most pages.
 """
 
