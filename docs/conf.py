@@ -32,3 +32,4 @@ html_theme = "furo"
 html_title = f"Placewright {VERSION}"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False

@@ -33,6 +33,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     "README.md": ["sets up an environment"],
     "docs/cli.md": ["changes the reader's shell"],
+    "docs/measuring.md": ["takes minutes and a machine of one's own"],
     "docs/tutorial.md": ["installs packages"],
 }
 """Every block that is not run, by its reason. A new one has to be added here, too."""

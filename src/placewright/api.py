@@ -123,7 +123,11 @@ class Result:
         from placewright.frontends.tensorflow.apply import apply_to_object, tensorflow_devices
 
         placed = self.placement_by_op()
-        names = tensorflow_devices(sorted(set(placed.values())), devices)
+        used = set(placed.values())
+        # A table of the whole cluster is welcome, whatever of it the placement uses.
+        spare = set(self.problem.cluster.device_names) - used
+        given = {name: text for name, text in (devices or {}).items() if name not in spare}
+        names = tensorflow_devices(sorted(used), given)
         return apply_to_object(target, {op: names[device] for op, device in placed.items()})
 
     def summary(self, command: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from placewright.errors import ModelError, PlacementError
 
 tf: Any = pytest.importorskip("tensorflow")
 
-from placewright import Cluster, Placement, Problem, load, make_problem  # noqa: E402
+from placewright import Cluster, Placement, Problem, load, make_problem, place  # noqa: E402
 from placewright.api import Result  # noqa: E402
 from placewright.cli import main  # noqa: E402
 from placewright.frontends.tensorflow import wire  # noqa: E402
@@ -424,6 +424,19 @@ def test_device_names() -> None:
         tensorflow_devices(["left"], {"left": "/job:a/nonsense"})
     with pytest.raises(PlacementError, match="uses no device 'right'"):
         tensorflow_devices(["cpu:0"], {"right": "/device:CPU:1"})
+
+
+def test_devices_that_the_placement_does_not_use_may_be_named() -> None:
+    graph = tf.Graph()
+    with graph.as_default():
+        a = tf.compat.v1.placeholder(tf.float32, [8, 8], "a")
+        tf.matmul(a, a, name="b")
+    result = place(load(graph), "cpu2", method="single", trials=2)
+    names = {"cpu:0": "/device:CPU:3", "cpu:1": "/device:CPU:3"}
+    result.apply(graph, devices=names)
+    assert graph.get_operation_by_name("b").device == "/device:CPU:3"
+    with pytest.raises(PlacementError, match="uses no device 'gpu:7'"):
+        result.apply(graph, devices=names | {"gpu:7": "/device:GPU:7"})
 
 
 def test_faults_are_told(
