@@ -223,11 +223,12 @@ def test_every_setting_has_a_meaning() -> None:
         pytest.importorskip(needed)
     from placewright.learning.config import LearnerConfig
     from placewright.learning.policy import PolicyConfig
+    from placewright.runners.config import RunConfig
 
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    for config in (LearnerConfig, PolicyConfig):
+    for config in (LearnerConfig, PolicyConfig, RunConfig):
         assert all(reference.field_docs(config).values())
