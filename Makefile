@@ -1,6 +1,7 @@
 # make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
 # make lint    ruff, mypy and the import contracts
+# make docs    builds the documentation into build/docs
 # make lock    renews requirements.lock from pyproject.toml (slow; asks the registry for hashes)
 #
 # Everything is installed into .venv, as pinned by requirements.lock; delete .venv to start anew.
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format lock clean
+.PHONY: demo test lint format docs lock clean
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
@@ -30,6 +31,9 @@ lint: $(READY)
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: $(READY)
+	@$(BIN)/python -m sphinx -W --keep-going docs build/docs
 
 $(READY): requirements.lock pyproject.toml tools/setup.sh
 	@sh tools/setup.sh $(VENV)

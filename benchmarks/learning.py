@@ -213,7 +213,9 @@ def speed() -> None:
     # 240: simulating is not what is timed.
     for preset, hidden in itertools.product(("reinforce", "ppo"), (128, 256)):
         settings = [f"policy.hidden={hidden}", "samples=16", "warm_start=0"]
-        config = configured(PRESETS[preset], [*settings, *(["polish=1"] * (preset == "ppo"))])
+        if preset == "ppo":
+            settings.append("polish=1")
+        config = configured(PRESETS[preset], settings)
         learner = Learner(problem, config, name=preset)
         seconds = []
         while len(seconds) < 12:
@@ -306,7 +308,9 @@ def report() -> None:
         "Simulated seconds per training step (roofline costs): mean over seeds, with the best and "
         "the worst. Made by `python -m benchmarks.learning`, whose text says what each table is; "
         f"written with placewright {VERSION}, Python {platform.python_version()}, "
-        f"on {os.cpu_count()} cores, {cpu_name()}.",
+        f"on {os.cpu_count()} cores, {cpu_name()}. Cases were shared by this machine and one with "
+        "16 cores, which changes nothing by trials; `search_seconds` in the files are of either. "
+        "Where a cell is empty or names fewer seeds, the rest has not been run.",
     ]
     titles = {
         "quality": "Quality at equal numbers of trials",
