@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from placewright.cluster import Cluster
-from placewright.errors import PlacementError, SearchError
+from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.graph import Graph, Op
 from placewright.journal import Journal, read_trials
@@ -170,6 +170,53 @@ def test_replaying_a_journal_gives_the_same_numbers(tmp_path: Path) -> None:
     trials = read_trials(tmp_path / "j.jsonl", made)
     again = Summing(made).evaluate([trial.placement for trial in trials])
     assert again == [trial.measurement for trial in trials]
+
+
+class Breaking(Summing):
+    """Devices that break after some runs, which take long."""
+
+    cheap = False
+
+    def __init__(self, made: Problem, runs: int, path: Path) -> None:
+        super().__init__(made)
+        self._runs = runs
+        self._path = path
+        self.recorded: list[int] = []
+        """Trials in the journal before each run."""
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
+        self.recorded += [len(read_trials(self._path, self.problem))] * len(placements)
+        if len(self.seen) + len(placements) > self._runs:
+            raise WorkerError("the devices are gone")
+        return super().evaluate(placements)
+
+
+def test_no_real_run_is_lost_when_the_devices_break(tmp_path: Path) -> None:
+    made = problem()
+    path = tmp_path / "j.jsonl"
+    evaluator = Breaking(made, 6, path)
+    placers = [one(made, "a", [1] * 6), Counting(made), Counting(made, 300, name="late")]
+    with Journal(path, made) as journal:
+        progress = search(placers, evaluator, Budget(trials=100), journal=journal)
+    assert progress.fault == "the devices are gone"
+    assert progress.trials == 6
+    assert progress.best is not None
+    # Each was recorded before the next began, and nobody tried again after the break.
+    assert evaluator.recorded == list(range(7))
+
+
+def test_devices_that_never_worked_are_an_error(tmp_path: Path) -> None:
+    made = problem()
+    with (
+        Journal(tmp_path / "j.jsonl", made) as journal,
+        pytest.raises(WorkerError, match="the devices are gone"),
+    ):
+        search(
+            [Counting(made)],
+            Breaking(made, 0, tmp_path / "j.jsonl"),
+            Budget(trials=100),
+            journal=journal,
+        )
 
 
 def test_budgets_that_leave_nothing_to_do() -> None:

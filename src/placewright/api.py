@@ -45,6 +45,8 @@ class Result:
     """How long the search took."""
     seed: int
     interrupted: bool = False
+    fault: str = ""
+    """What broke the measuring itself, where that ended the search before its budget did."""
     measured: bool = False
     """Whether the times are of real runs. What is proven in the simulator does not hold for those,
     so that the lower bound is 0."""
@@ -142,6 +144,7 @@ class Result:
             "command": command,
             "seed": self.seed,
             "interrupted": self.interrupted,
+            "fault": self.fault,
             "measured": self.measured,
             "outcome": best.outcome.value if best else "no placement ran",
             "method": self.best.placer if self.best else None,
@@ -285,6 +288,7 @@ def run(
         seconds=time.monotonic() - started,
         seed=seed,
         interrupted=stop(),
+        fault=progress.fault,
         measured=measured,
     )
 

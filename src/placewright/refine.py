@@ -20,6 +20,7 @@ import numpy as np
 from placewright import methods as registry
 from placewright.api import Result, open_journal
 from placewright.calibration import Calibration, corrected, everything_on, op_table
+from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -141,7 +142,7 @@ class _Refinement:
         self.seed = seed
         self.journal = journal
         self.observe = observe
-        self.stop = stop
+        self.interrupted = stop
         self.config = config
         self.evaluator = MeasuredEvaluator(problem, runner)
         self.progress = Progress(budget=budget, started=time.monotonic())
@@ -160,6 +161,9 @@ class _Refinement:
         self.samples.setdefault(trial.placement, []).append(trial.measurement)
         self.found_by.setdefault(trial.placement, trial.placer)
         self.progress.count(trial)
+
+    def stop(self) -> bool:
+        return bool(self.progress.fault) or self.interrupted()
 
     # --- budget ---
 
@@ -183,11 +187,18 @@ class _Refinement:
     # --- measuring ---
 
     def measure(self, placement: Placement, placer: str, traces: int = 0) -> Run | None:
-        """One real run, recorded; None when the budget or the user says stop."""
+        """One real run, recorded; None when the budget or the user says stop, or the devices'
+        processes cannot be started any more (without any run so far that is an error)."""
         if self.stop() or self.runs_left < 1:
             return None
         began = time.monotonic()
-        run = self.evaluator.run(placement, traces=traces)
+        try:
+            run = self.evaluator.run(placement, traces=traces)
+        except WorkerError as fault:
+            if not self.progress.trials:
+                raise
+            self.progress.fault = str(fault)
+            return None
         self.measured_seconds += time.monotonic() - began
         trial = Trial(
             placement=placement,
@@ -386,7 +397,8 @@ class _Refinement:
             lower_bound_seconds=0.0,
             seconds=self.progress.elapsed_seconds,
             seed=self.seed,
-            interrupted=self.stop(),
+            interrupted=self.interrupted(),
+            fault=self.progress.fault,
             measured=True,
         )
 

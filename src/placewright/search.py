@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from placewright.errors import PlacementError, SearchError
+from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Trial
@@ -21,8 +21,9 @@ from placewright.placers.base import Placer
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
 
-_DEAR_BATCH = 4
-"""The same where each takes seconds: between batches a search looks at its budget."""
+_DEAR_BATCH = 1
+"""The same where each takes seconds: every one is recorded before the next begins, so that nothing
+that was paid for is lost, and the budget is looked at in between."""
 
 _MOST_IDLE = 100 * BATCH
 """After so many proposals that were all tried before (and twice as many as the journal of a resumed
@@ -95,6 +96,8 @@ class Progress:
     why_not_of: dict[str, str] = field(default_factory=dict)
     metrics_of: dict[str, dict[str, float]] = field(default_factory=dict)
     """The last update of each method that learns."""
+    fault: str = ""
+    """What broke the measuring itself, where that ended the search."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -142,6 +145,9 @@ def search(
     placement is never evaluated twice. The trial budget counts the journal's trials, so that a
     resumed run ends where the whole run would have.
 
+    When the measuring itself breaks (`WorkerError`), what was found so far is the result, and
+    `Progress.fault` says why; without a single trial the error is raised.
+
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
     """
@@ -172,7 +178,8 @@ def search(
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
-        return spent or (budget.trials is not None and progress.trials >= budget.trials) or stop()
+        used = budget.trials is not None and progress.trials >= budget.trials
+        return spent or used or bool(progress.fault) or stop()
 
     for number, placer in enumerate(placers):
         if out_of_budget():
@@ -210,7 +217,13 @@ def search(
                 placement.check(evaluator.problem)
             new = [p for p in dict.fromkeys(asked) if p not in known]
             idle = 0 if new else idle + len(asked)
-            measurements = evaluator.evaluate(new)
+            try:
+                measurements = evaluator.evaluate(new)
+            except WorkerError as fault:
+                if not progress.trials:
+                    raise
+                progress.fault = str(fault)
+                break
             if len(measurements) != len(new):
                 raise PlacementError("the evaluator gave fewer measurements than placements")
             as_trial = functools.partial(

@@ -21,7 +21,7 @@ from placewright.cli import common, evaluation
 from placewright.cli.evaluation import FeedsOption
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
-from placewright.errors import SearchError
+from placewright.errors import SearchError, WorkerError
 
 if TYPE_CHECKING:
     from placewright.api import Result
@@ -163,6 +163,9 @@ def place(
         page = write_beside(directory, result)
         if not as_json:
             common.console.print(page)
+    if result.fault:
+        # What was found is saved; the error is still one.
+        raise WorkerError(f"the search ended early: {result.fault}")
     if result.interrupted:
         raise typer.Exit(130)
     if result.best is None:
