@@ -150,6 +150,8 @@ class _Refinement:
         self.found_by: dict[Placement, str] = {}
         self.final: dict[Placement, list[float]] = {}
         """Steps of the last rounds, measured in turns."""
+        self.failed_in_final: dict[Placement, Measurement] = {}
+        """Out of the running, however fast they were before: an answer must run."""
         self.measured_seconds = 0.0
         self.options: dict[str, Any] = {}
         """Of the learned methods."""
@@ -174,11 +176,16 @@ class _Refinement:
         if self.budget.trials is not None:
             left = self.budget.trials - self.progress.trials
         if self.budget.seconds is not None:
-            done = self.progress.trials - self.progress.resumed
-            each = self.measured_seconds / done if done else 0.0
+            each = self.run_seconds
             seconds = self.budget.seconds - self.progress.elapsed_seconds
             left = min(left, seconds / each if each else (math.inf if seconds > 0 else 0.0))
         return left
+
+    @property
+    def run_seconds(self) -> float:
+        """What a real run takes, on average; 0 before the first."""
+        done = self.progress.trials - self.progress.resumed
+        return self.measured_seconds / done if done else 0.0
 
     @property
     def runs_reserved(self) -> int:
@@ -217,6 +224,8 @@ class _Refinement:
 
     def pooled(self, placement: Placement) -> Measurement:
         """All that was measured of a placement; what the final rounds say goes first."""
+        if placement in self.failed_in_final:
+            return self.failed_in_final[placement]
         if placement in self.final:
             steps = tuple(self.final[placement])
         else:
@@ -334,7 +343,8 @@ class _Refinement:
     def _simulate_seconds(self) -> float:
         seconds = self.config.simulate_seconds
         if self.budget.seconds is not None:
-            left = self.budget.seconds - self.progress.elapsed_seconds
+            reserved = self.runs_reserved * self.run_seconds
+            left = self.budget.seconds - self.progress.elapsed_seconds - reserved
             seconds = min(seconds, self.config.simulate_share * max(left, 1.0))
         return max(1.0, seconds)
 
@@ -352,18 +362,20 @@ class _Refinement:
         return list(dict.fromkeys(finalists))
 
     def _finals(self) -> None:
-        """The finalists in turns, several times."""
+        """The finalists in turns, several times. One that fails drops out, the others go on."""
         finalists = self._finalists()
-        rounds: list[dict[Placement, list[float]]] = []
         for _ in range(self.config.final_rounds):
             steps: dict[Placement, list[float]] = {}
             for placement in finalists:
                 run = self.measure(placement, "")
-                if run is not None and run.measurement.ok:
+                if run is None:
+                    return  # a round cut short is not fair to all
+                if run.measurement.ok:
                     steps[placement] = list(run.measurement.step_seconds)
-            if len(steps) == len(finalists):  # a round cut short is not fair to all
-                rounds.append(steps)
-        for steps in rounds:
+                else:
+                    self.failed_in_final[placement] = run.measurement
+                    self.final.pop(placement, None)
+            finalists = list(steps)
             for placement, seconds in steps.items():
                 self.final.setdefault(placement, []).extend(seconds)
 

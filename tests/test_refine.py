@@ -1,0 +1,109 @@
+"""How real runs are spent, on devices that do as they are told: no process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from placewright.cluster import Cluster
+from placewright.errors import WorkerError
+from placewright.measurement import Measurement, Outcome
+from placewright.placement import Placement
+from placewright.problem import Problem, make_problem
+from placewright.refine import RefineConfig, _Refinement, refine
+from placewright.runners.tensorflow import Run
+from placewright.search import Budget
+from placewright.simulator import Simulator
+from placewright.testing import layered_graph
+
+QUICK = RefineConfig(simulate_seconds=1.0, candidates=2, finalists=2)
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return make_problem(layered_graph(60, 4), Cluster.load("cpu2"), target_groups=8)
+
+
+class Devices:
+    """Takes the place of a runner: as fast as the simulator, but for what `behave` makes of it."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        behave: Callable[[Devices, Placement, float], Measurement] | None = None,
+    ) -> None:
+        self.problem = problem
+        self.program = SimpleNamespace(graph=problem.graph)
+        self.cluster = problem.cluster
+        self.runs: list[Placement] = []
+        self._first = np.full(problem.num_groups, problem.graph.num_ops)
+        np.minimum.at(
+            self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops)
+        )
+        self._simulator = Simulator(problem)
+        self._behave = behave
+
+    def measure(self, devices: Sequence[int], **how: Any) -> Run:
+        placement = Placement.of(self.problem, np.asarray(devices, np.int32)[self._first])
+        self.runs.append(placement)
+        seconds = float(self._simulator.run(placement.devices[np.newaxis]).step_seconds[0])
+        if self._behave is not None:
+            return Run(measurement=self._behave(self, placement, seconds))
+        return Run(measurement=steady(seconds))
+
+
+def steady(seconds: float) -> Measurement:
+    return Measurement(outcome=Outcome.OK, step_seconds=(seconds,) * 9, peak_bytes=(1, 1))
+
+
+def test_what_fails_in_the_final_cannot_win_and_does_not_spoil_it(problem: Problem) -> None:
+    best: list[Placement] = []
+
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        # The fastest of all, until it is run for the second time.
+        if not best and len(set(placement.devices.tolist())) > 1:
+            best.append(placement)
+        if placement not in best:
+            return steady(seconds)
+        if devices.runs.count(placement) > 1:
+            return Measurement(outcome=Outcome.FAILED, reason="it never did again")
+        return steady(1e-3 * seconds)
+
+    devices = Devices(problem, behave)
+    result = refine(problem, devices, ["expert"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    assert best
+    assert result.best is not None
+    assert result.placement not in best
+    # The others went through all rounds.
+    assert devices.runs.count(result.placement) >= QUICK.final_rounds
+    failed = next(m.best for m in result.methods if m.best and m.best.placement in best)
+    assert failed.measurement.reason == "it never did again"
+
+
+def test_devices_that_break_leave_what_was_found(problem: Problem) -> None:
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        if len(devices.runs) > 3:
+            raise WorkerError("the devices are gone")
+        return steady(seconds)
+
+    devices = Devices(problem, behave)
+    result = refine(problem, devices, ["expert"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    assert result.trials == 3
+    assert result.fault == "the devices are gone"
+    assert not result.interrupted
+    assert result.best is not None
+
+
+def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
+    refinement = _Refinement(
+        problem, Devices(problem), ["expert"], Budget(seconds=100.0), 0, None,  # type: ignore[arg-type]
+        lambda progress: None, lambda: False, RefineConfig(),
+    )  # fmt: skip
+    refinement.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
+    # As if that run had taken so long that the final will need all that is left.
+    refinement.measured_seconds = 100.0
+    assert refinement._simulate_seconds() == 1.0
