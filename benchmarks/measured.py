@@ -30,9 +30,9 @@ from placewright.api import run
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
 from placewright.evaluators.measured import MeasuredEvaluator
+from placewright.finals import in_rounds
 from placewright.frontends import load_program
 from placewright.frontends.tensorflow.program import Program
-from placewright.measurement import half_width
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import refine
@@ -76,21 +76,28 @@ def compare(
         tried = [(p, evaluator.evaluate([p])[0].mean_seconds) for p in asked]
         if tried and min(seconds for _, seconds in tried) < np.inf:
             answers[name] = (min(tried, key=lambda pair: pair[1])[0], len(tried))
-    steps: dict[str, list[float]] = {name: [] for name in answers}
-    for _ in range(options.rounds):
-        for name, (placement, _) in answers.items():
-            (measurement,) = evaluator.evaluate([placement])
-            steps[name] += measurement.step_seconds
-    return [
-        {
-            "method": name,
-            "runs": answers[name][1],
-            "step_seconds": statistics.fmean(seconds),
-            "half_width_seconds": half_width(seconds),
-        }
-        for name, seconds in steps.items()
-        if seconds
-    ]
+    finals = in_rounds(
+        [placement for placement, _ in answers.values()],
+        lambda placement: evaluator.run(placement, compared=True).measurement,
+        options.rounds,
+    )
+    ours = answers["simulate+measure"][0]
+    rows = []
+    for name, (placement, runs) in answers.items():
+        if placement in finals.means and ours in finals.means:
+            measurement = finals.measurement(placement)
+            against = finals.compare(ours, placement, name)
+            rows.append(
+                {
+                    "method": name,
+                    "runs": runs,
+                    "step_seconds": measurement.mean_seconds,
+                    "half_width_seconds": measurement.half_width_seconds,
+                    "times_ours": against.ratio,
+                    "half_width_times_ours": against.half_width,
+                }
+            )
+    return rows
 
 
 def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tuple[float, float]:
@@ -109,10 +116,14 @@ def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tu
 
 
 def answers_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| model | method | real runs | seconds per step | ± |", "|---|---|---:|---:|---:|"]
+    lines = [
+        "| model | method | real runs | seconds per step | ± | times simulate+measure | ± |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     lines += [
         f"| {row['model']} | {row['method']} | {row['runs']} | {row['step_seconds']:.4f} "
-        f"| {row['half_width_seconds']:.4f} |"
+        f"| {row['half_width_seconds']:.4f} | {row['times_ours']:.3f} "
+        f"| {row['half_width_times_ours']:.3f} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -138,7 +149,9 @@ def write(rows: Sequence[dict[str, Any]], overheads: dict[str, tuple[float, floa
 
 {overhead_table(overheads)}
 
-Models at small scale on `cpu2`; all answers measured in turns after the searches. Made by
+Models at small scale on `cpu2`; all answers measured in turns after the searches. A time is the
+mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the same
+of the ratio within each round. Made by
 `{command}` with version {VERSION}, Python {platform.python_version()}, on {cpu_name()},
 {os.cpu_count()} cores.
 """
@@ -151,7 +164,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cluster", default="cpu2")
     parser.add_argument("--runs", type=int, default=60, help="of simulate+measure")
     parser.add_argument("--learner-runs", type=int, default=500, help="of reinforce; 0 for none")
-    parser.add_argument("--rounds", type=int, default=3, help="of measuring the answers in turns")
+    parser.add_argument("--rounds", type=int, default=6, help="of measuring the answers in turns")
     parser.add_argument("--no-write", action="store_true", help="only print")
     return parser.parse_args()
 

@@ -98,6 +98,22 @@ def test_devices_that_break_leave_what_was_found(problem: Problem) -> None:
     assert result.best is not None
 
 
+def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        # A machine that gets slower with every run.
+        return steady(seconds * 1.02 ** len(devices.runs))
+
+    devices = Devices(problem, behave)
+    result = refine(problem, devices, ["local-search"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    assert result.best is not None
+    assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
+    final = devices.runs[-QUICK.final_rounds * len(set(devices.runs[-4:])) :]
+    assert final.count(result.placement) == QUICK.final_rounds
+    for other in result.comparisons:
+        assert other.half_width is not None
+    assert result.summary()["comparisons"][0]["method"] in ("single", "expert")
+
+
 def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
     refinement = _Refinement(
         problem, Devices(problem), ["expert"], Budget(seconds=100.0), 0, None,  # type: ignore[arg-type]

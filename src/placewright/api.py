@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json, write_json
+from placewright.finals import Comparison
 from placewright.frontends import load
 from placewright.graph import Graph
 from placewright.journal import Journal
@@ -50,6 +51,8 @@ class Result:
     measured: bool = False
     """Whether the times are of real runs. What is proven in the simulator does not hold for those,
     so that the lower bound is 0."""
+    comparisons: tuple[Comparison, ...] = ()
+    """The answer against the best single device and the expert's placement, measured in turns."""
 
     @property
     def placement(self) -> Placement:
@@ -153,6 +156,7 @@ class Result:
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
             "speed_up_over_single": self.speed_up,
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "trials": self.trials,
             "search_seconds": self.seconds,
             "methods": self.table,

@@ -24,6 +24,7 @@ from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.finals import Finals, in_rounds
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
@@ -54,8 +55,8 @@ class RefineConfig:
     """Traced steps for the costs of ops."""
     finalists: int = 3
     """The best placements, which are measured again at the end, with the references in between."""
-    final_rounds: int = 2
-    """How often."""
+    final_rounds: int = 4
+    """How often; what is left to chance is judged by how much the rounds differ."""
 
 
 class Remembering(Evaluator):
@@ -148,10 +149,8 @@ class _Refinement:
         self.progress = Progress(budget=budget, started=time.monotonic())
         self.samples: dict[Placement, list[Measurement]] = {}
         self.found_by: dict[Placement, str] = {}
-        self.final: dict[Placement, list[float]] = {}
-        """Steps of the last rounds, measured in turns."""
-        self.failed_in_final: dict[Placement, Measurement] = {}
-        """Out of the running, however fast they were before: an answer must run."""
+        self.references: dict[str, list[Placement]] = {name: [] for name in REFERENCES}
+        self.finals = Finals()
         self.measured_seconds = 0.0
         self.options: dict[str, Any] = {}
         """Of the learned methods."""
@@ -188,19 +187,23 @@ class _Refinement:
         return self.measured_seconds / done if done else 0.0
 
     @property
-    def runs_reserved(self) -> int:
-        return self.config.final_rounds * max(len(self._finalists()), self.config.finalists)
+    def runs_reserved(self) -> float:
+        """For the final; half of a budget that is too small for it."""
+        final = self.config.final_rounds * (self.config.finalists + len(REFERENCES))
+        return min(final, (self.progress.trials + self.runs_left) / 2)
 
     # --- measuring ---
 
-    def measure(self, placement: Placement, placer: str, traces: int = 0) -> Run | None:
+    def measure(
+        self, placement: Placement, placer: str = "", *, traces: int = 0, compared: bool = False
+    ) -> Run | None:
         """One real run, recorded; None when the budget or the user says stop, or the devices'
         processes cannot be started any more (without any run so far that is an error)."""
         if self.stop() or self.runs_left < 1:
             return None
         began = time.monotonic()
         try:
-            run = self.evaluator.run(placement, traces=traces)
+            run = self.evaluator.run(placement, traces=traces, compared=compared)
         except WorkerError as fault:
             if not self.progress.trials:
                 raise
@@ -224,39 +227,37 @@ class _Refinement:
 
     def pooled(self, placement: Placement) -> Measurement:
         """All that was measured of a placement; what the final rounds say goes first."""
-        if placement in self.failed_in_final:
-            return self.failed_in_final[placement]
-        if placement in self.final:
-            steps = tuple(self.final[placement])
-        else:
-            steps = tuple(s for m in self.samples[placement] for s in m.step_seconds)
+        if placement in self.finals.means or placement in self.finals.failed:
+            return self.finals.measurement(placement)
         # A placement that failed once and ran another time has run.
         good = [m for m in self.samples[placement] if m.ok]
-        if not good:
-            return self.samples[placement][0]
-        return Measurement(outcome=Outcome.OK, step_seconds=steps, peak_bytes=good[-1].peak_bytes)
+        if len(good) < 2:
+            return good[0] if good else self.samples[placement][0]
+        return Measurement(
+            outcome=Outcome.OK,
+            step_seconds=tuple(m.mean_seconds for m in good),
+            peak_bytes=good[-1].peak_bytes,
+        )
 
     # --- the phases ---
 
     def run(self) -> Result:
-        references = self._references()
+        self._find_references()
         calibration = self._calibrate()
         while not self.stop() and self.runs_left >= self.runs_reserved + 1:
-            if not self._round(calibration, references):
+            if not self._round(calibration):
                 break  # nothing new to measure
             calibration = self._corrected(calibration)
         self._finals()
         return self._result()
 
-    def _references(self) -> dict[str, list[Placement]]:
+    def _find_references(self) -> None:
         """Computed before anything is known of real costs, as a user without measurements would."""
-        found = {}
         for name in REFERENCES:
             (placer,) = registry.make([name], self.problem, seed=self.seed)
-            found[name] = placer.ask(self.problem.num_devices)
+            self.references[name] = placer.ask(self.problem.num_devices)
             self.progress.trials_of.setdefault(name, 0)
             self.progress.seconds_of.setdefault(name, 0.0)
-        return found
 
     def _calibrate(self) -> Calibration:
         """Single devices are traced: that is where the costs of ops come from."""
@@ -275,9 +276,9 @@ class _Refinement:
             return calibration
         return corrected(self.problem, calibration, list(known), list(known.values()))
 
-    def _round(self, calibration: Calibration, references: dict[str, list[Placement]]) -> bool:
+    def _round(self, calibration: Calibration) -> bool:
         """Searches in the simulator and measures what it found; False when that is nothing new."""
-        waiting = [(p, name) for name in references for p in references[name]]
+        waiting = [(p, name) for name, found in self.references.items() for p in found]
         new = [(p, name) for p, name in waiting if p not in self.samples]
         if not new:
             new = self._candidates(calibration)
@@ -289,7 +290,7 @@ class _Refinement:
             measured += self.measure(placement, name) is not None
         # In turns with the best so far, whose time is the one that counts.
         if measured and best and best[0] not in dict(new) and self.runs_left > self.runs_reserved:
-            self.measure(best[0], "")
+            self.measure(best[0])
         return measured > 0
 
     def _candidates(self, calibration: Calibration) -> list[tuple[Placement, str]]:
@@ -353,31 +354,28 @@ class _Refinement:
         return sorted(good, key=lambda p: self.pooled(p).mean_seconds)[:count]
 
     def _finalists(self) -> list[Placement]:
-        """The best of all and the best of each method, the references among them."""
-        finalists = self._best_placements(self.config.finalists)
-        for name in dict.fromkeys(self.found_by.values()):
-            tried = [p for p in self.samples if self.found_by[p] == name and self.pooled(p).ok]
-            if tried:
-                finalists.append(min(tried, key=lambda p: self.pooled(p).mean_seconds))
+        """The best of all, and the best of each reference."""
+        finalists = [*self._best_placements(self.config.finalists), *self._best_references()]
         return list(dict.fromkeys(finalists))
 
+    def _best_references(self) -> dict[Placement, str]:
+        best = {}
+        for name in REFERENCES:
+            tried = [p for p in self.references[name] if p in self.samples and self.pooled(p).ok]
+            if tried:
+                best[min(tried, key=lambda p: self.pooled(p).mean_seconds)] = name
+        return best
+
     def _finals(self) -> None:
-        """The finalists in turns, several times. One that fails drops out, the others go on."""
-        finalists = self._finalists()
-        for _ in range(self.config.final_rounds):
-            steps: dict[Placement, list[float]] = {}
-            for placement in finalists:
-                run = self.measure(placement, "")
-                if run is None:
-                    return  # a round cut short is not fair to all
-                if run.measurement.ok:
-                    steps[placement] = list(run.measurement.step_seconds)
-                else:
-                    self.failed_in_final[placement] = run.measurement
-                    self.final.pop(placement, None)
-            finalists = list(steps)
-            for placement, seconds in steps.items():
-                self.final.setdefault(placement, []).extend(seconds)
+        """The finalists in turns, several times."""
+
+        def measure(placement: Placement) -> Measurement | None:
+            run = self.measure(placement, compared=True)
+            return None if run is None else run.measurement
+
+        self.finals = in_rounds(
+            self._finalists(), measure, self.config.final_rounds, seed=self.seed
+        )
 
     def _result(self) -> Result:
         pooled = [
@@ -388,12 +386,21 @@ class _Refinement:
         good = [
             trial
             for trial in pooled
-            if trial.measurement.ok and (not self.final or trial.placement in self.final)
+            if trial.measurement.ok
+            and (not self.finals.means or trial.placement in self.finals.means)
+        ]
+        best = min(good, key=lambda t: t.measurement.mean_seconds, default=None)
+        comparisons = [
+            self.finals.compare(best.placement, placement, name)
+            for placement, name in self._best_references().items()
+            if best is not None
+            and placement != best.placement
+            and placement in self.finals.means
         ]
         methods = []
         for name, count in self.progress.trials_of.items():
             own = [t for t in pooled if t.placer == name]
-            own = [t for t in own if t.placement in self.final] or own
+            own = [t for t in own if t.placement in self.finals.means] or own
             methods.append(
                 MethodResult(
                     method=name,
@@ -404,7 +411,8 @@ class _Refinement:
             )
         return Result(
             problem=self.problem,
-            best=min(good, key=lambda t: t.measurement.mean_seconds, default=None),
+            best=best,
+            comparisons=tuple(comparisons),
             methods=tuple(methods),
             lower_bound_seconds=0.0,
             seconds=self.progress.elapsed_seconds,

@@ -157,7 +157,10 @@ def test_adds_steps_while_they_differ(program: Program) -> None:
     with TensorFlowRunner(program, Cluster.load("local"), config) as runner:
         assert runner.in_one_process
         run = runner.measure(runs_on(program))
+        # Side by side with others it has as many as they have.
+        compared = runner.measure(runs_on(program), adaptive=False)
     assert len(run.measurement.step_seconds) == 6
+    assert len(compared.measurement.step_seconds) == 2
 
 
 def test_half_width_is_students() -> None:

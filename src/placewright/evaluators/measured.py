@@ -44,8 +44,12 @@ class MeasuredEvaluator(Evaluator):
             placement.check(self._problem)
         return [self.run(placement).measurement for placement in placements]
 
-    def run(self, placement: Placement, *, traces: int = 0) -> Run:
-        """One placement, with what TensorFlow told on the way."""
+    def run(self, placement: Placement, *, traces: int = 0, compared: bool = False) -> Run:
+        """One placement, with what TensorFlow told on the way.
+
+        One that is `compared` with others side by side has as many steps as they have, however
+        slow it is and however much its times differ.
+        """
         placement.check(self._problem)
         devices = placement.devices[self._problem.grouping.group_of]
         groups = np.arange(self._problem.num_groups)
@@ -58,7 +62,12 @@ class MeasuredEvaluator(Evaluator):
                     break
             reason = why_not(self._problem, op, int(devices[op]))
             return Run(measurement=Measurement(outcome=Outcome.FAILED, reason=reason))
-        run = self.runner.measure(devices, best_seconds=self._best_seconds, traces=traces)
+        run = self.runner.measure(
+            devices,
+            best_seconds=None if compared else self._best_seconds,
+            traces=traces,
+            adaptive=not compared,
+        )
         if run.measurement.ok and run.measurement.mean_seconds < (self._best_seconds or np.inf):
             self._best_seconds = run.measurement.mean_seconds
         return run

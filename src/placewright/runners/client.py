@@ -147,7 +147,7 @@ class Client:
             return False
         if len(seconds) < settings["steps"] - 1:
             return True
-        if len(seconds) >= settings["max_steps"] - 1:
+        if not request["adaptive"] or len(seconds) >= settings["max_steps"] - 1:
             return False
         return half_width(seconds) > float(settings["precision"]) * statistics.fmean(seconds)
 

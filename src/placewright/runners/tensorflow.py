@@ -122,6 +122,7 @@ class TensorFlowRunner:
         *,
         best_seconds: float | None = None,
         traces: int = 0,
+        adaptive: bool = True,
     ) -> Run:
         """Runs one placement.
 
@@ -130,6 +131,8 @@ class TensorFlowRunner:
             best_seconds: the best step time so far; a placement that is hopeless against it is not
                 run to the end.
             traces: how many traced steps to add.
+            adaptive: whether steps are added while their times differ too much; without, every
+                placement has the same number.
 
         Raises `WorkerError` when the processes cannot even be started.
         """
@@ -148,6 +151,7 @@ class TensorFlowRunner:
                 if best_seconds is None
                 else best_seconds * self.config.give_up_factor,
                 "traces": traces,
+                "adaptive": adaptive,
                 "check": self.config.check,
             }
         )
