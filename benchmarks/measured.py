@@ -26,13 +26,13 @@ import numpy as np
 from benchmarks.simulator import cpu_name
 from placewright import methods as registry
 from placewright._version import VERSION
-from placewright.api import run
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.finals import in_rounds
 from placewright.frontends import load_program
 from placewright.frontends.tensorflow.program import Program
+from placewright.measuring import search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import refine
@@ -68,7 +68,7 @@ def compare(
     evaluator = MeasuredEvaluator(problem, runner)
     if options.learner_runs:
         budget = Budget(trials=options.learner_runs)
-        learnt = run(problem, ["reinforce"], budget, evaluator=evaluator)
+        learnt = search_measured(problem, evaluator, ["reinforce"], budget)
         answers["reinforce, measured"] = (learnt.placement, learnt.trials)
     for name in registry.installed(CLASSICAL)[0]:
         (placer,) = registry.make([name], problem)
@@ -150,8 +150,8 @@ def write(rows: Sequence[dict[str, Any]], overheads: dict[str, tuple[float, floa
 {overhead_table(overheads)}
 
 Models at small scale on `cpu2`; all answers measured in turns after the searches. A time is the
-mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the same
-of the ratio within each round. Made by
+mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the
+same of the ratio within each round. Made by
 `{command}` with version {VERSION}, Python {platform.python_version()}, on {cpu_name()},
 {os.cpu_count()} cores.
 """

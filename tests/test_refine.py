@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
+from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Measurement, Outcome
+from placewright.measuring import Measuring, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, _Refinement, refine
@@ -41,9 +44,7 @@ class Devices:
         self.cluster = problem.cluster
         self.runs: list[Placement] = []
         self._first = np.full(problem.num_groups, problem.graph.num_ops)
-        np.minimum.at(
-            self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops)
-        )
+        np.minimum.at(self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops))
         self._simulator = Simulator(problem)
         self._behave = behave
 
@@ -54,6 +55,10 @@ class Devices:
         if self._behave is not None:
             return Run(measurement=self._behave(self, placement, seconds))
         return Run(measurement=steady(seconds))
+
+
+def evaluator(devices: Devices) -> MeasuredEvaluator:
+    return MeasuredEvaluator(devices.problem, devices)  # type: ignore[arg-type]
 
 
 def steady(seconds: float) -> Measurement:
@@ -115,11 +120,47 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
 
 
 def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
-    refinement = _Refinement(
-        problem, Devices(problem), ["expert"], Budget(seconds=100.0), 0, None,  # type: ignore[arg-type]
-        lambda progress: None, lambda: False, RefineConfig(),
+    config = RefineConfig(simulate_seconds=1000.0)
+    real = Measuring(
+        problem, evaluator(Devices(problem)), Budget(seconds=100.0), 0, None,
+        lambda progress: None, lambda: False, config,
     )  # fmt: skip
-    refinement.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
-    # As if that run had taken so long that the final will need all that is left.
-    refinement.measured_seconds = 100.0
-    assert refinement._simulate_seconds() == 1.0
+    refinement = _Refinement(real=real, config=config, methods=["expert"], options={})
+    real.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
+    # As if that run had taken two seconds: twenty of them are the final's.
+    real._measured_seconds = 2.0
+    assert refinement._simulate_seconds() == pytest.approx(0.25 * (100.0 - 40.0), rel=0.05)
+
+
+def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
+    lucky: list[Placement] = []
+
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        # The tenth run is ten times as fast as it will ever be again.
+        if len(devices.runs) == 10:
+            lucky.append(placement)
+            return steady(0.1 * seconds)
+        return steady(seconds * (3.0 if placement in lucky else 1.0))
+
+    devices = Devices(problem, behave)
+    result = search_measured(problem, evaluator(devices), ["random"], Budget(trials=60))
+    assert lucky[0] not in devices.runs[:9]
+    assert result.best is not None
+    assert result.placement not in lucky
+    assert devices.runs.count(lucky[0]) == 5  # it was in the final
+    # The references are always there, measured in the same rounds.
+    assert {m.method for m in result.methods} == {"single", "expert", "random"}
+    assert {c.method for c in result.comparisons} | {result.best.placer} >= {"single", "expert"}
+    assert result.trials == len(devices.runs) <= 60  # and no run is not counted
+
+
+def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path) -> None:
+    for trials in (40, 50, 50):
+        devices = Devices(problem)
+        result = search_measured(
+            problem, evaluator(devices), ["random"], Budget(trials=trials), directory=tmp_path
+        )
+        assert result.trials <= trials
+        assert result.best is not None
+    assert devices.runs == []
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == result.trials

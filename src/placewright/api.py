@@ -269,9 +269,9 @@ def run(
         learner=learner, policy=None if policy is None else str(policy),
         cheap=evaluator.cheap,
     )  # fmt: skip
-    # The first evaluation compiles the simulator, or starts the devices' processes, which is
-    # nobody's search time.
-    evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
+    if evaluator.cheap:
+        # The first evaluation compiles the simulator, which is nobody's search time.
+        evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     started = time.monotonic()
     with open_journal(directory, problem) as journal:
         progress = search(

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
-from placewright.journal import Journal
 from placewright.measurement import Measurement, Trial
 from placewright.metrics import MetricsLog
 from placewright.placement import Placement
@@ -123,6 +123,16 @@ class Progress:
         self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
 
 
+class Record(Protocol):
+    """Where trials are written down: a `Journal`, or what keeps one."""
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """Those of before the search."""
+
+    def append(self, trials: Sequence[Trial]) -> None: ...
+
+
 def better(a: Trial | None, b: Trial) -> Trial:
     """The faster trial; of equals, and of two that failed, the earlier one."""
     return b if a is None or b.measurement.mean_seconds < a.measurement.mean_seconds else a
@@ -133,7 +143,7 @@ def search(
     evaluator: Evaluator,
     budget: Budget,
     *,
-    journal: Journal | None = None,
+    journal: Record | None = None,
     directory: Path | None = None,
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
@@ -160,7 +170,8 @@ def search(
     earlier_seconds = 0.0
     for trial in journal.trials if journal is not None else ():
         progress.count(trial)
-        known[trial.placement] = trial.measurement
+        # The first one: that is what its placer was told.
+        known.setdefault(trial.placement, trial.measurement)
         told.append(trial)
         progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)

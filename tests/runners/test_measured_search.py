@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.api import run as search_with
 from placewright.cluster import Cluster
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.frontends import load
 from placewright.frontends.tensorflow.program import Program
+from placewright.measuring import FinalConfig, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, Remembering, enough_for, refine
@@ -58,10 +58,11 @@ FETCH = ("--fetch", "train", "--fetch", "loss:0")
 
 def test_any_placer_can_be_measured(problem: Problem, runner: TensorFlowRunner) -> None:
     evaluator = MeasuredEvaluator(problem, runner)
-    result = search_with(
-        problem, ["single", "expert", "random"], Budget(trials=7), evaluator=evaluator
+    result = search_measured(
+        problem, evaluator, ["random"], Budget(trials=30), config=FinalConfig(final_rounds=2)
     )
-    assert result.trials == 7
+    assert {entry.method for entry in result.methods} == {"single", "expert", "random"}
+    assert 20 < result.trials <= 30
     assert result.measured
     assert result.lower_bound_seconds == 0.0
     assert result.best is not None

@@ -140,11 +140,13 @@ def run(
     """The search, tried in this way."""
     from placewright import api
     from placewright.evaluators.measured import MeasuredEvaluator
+    from placewright.measuring import search_measured
     from placewright.refine import refine
 
     if runner is None:
         return api.run(problem, methods, budget, **options)
     if how == MEASURE:
-        evaluator = MeasuredEvaluator(problem, runner)
-        return api.run(problem, methods, budget, evaluator=evaluator, **options)
+        return search_measured(
+            problem, MeasuredEvaluator(problem, runner), methods, budget, **options
+        )
     return refine(problem, runner, methods, budget, **options)
