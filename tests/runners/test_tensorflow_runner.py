@@ -312,7 +312,7 @@ def test_more_than_a_devices_memory(program: Program) -> None:
         assert runner.restarts == 0  # TensorFlow survives it
 
 
-def test_a_device_that_dies_hangs_or_takes_too_long(program: Program) -> None:
+def test_a_device_that_dies_or_takes_too_long(program: Program) -> None:
     config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
@@ -333,20 +333,32 @@ def test_a_device_that_dies_hangs_or_takes_too_long(program: Program) -> None:
         assert runner.restarts == 1
         assert wait_for(lambda: gone(victim))
 
-        # Hanging: it neither answers nor dies.
+        # And the next placement runs, also when a device died while nothing ran.
+        runner.config = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
+        assert runner.measure(by_tower(program)).measurement.ok
+        os.kill(runner.pids[1], signal.SIGKILL)
+        assert wait_for(lambda: gone(runner.pids[1]))
+        assert runner.measure(by_tower(program)).measurement.ok
+        assert runner.restarts == 2
+        last = runner.pids
+    assert all(wait_for(lambda pid=pid: gone(pid)) for pid in last)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["master", "other device", "client"])
+def test_a_process_that_hangs(program: Program, number: int) -> None:
+    config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
+    with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
-        hanging, *others = runner.pids
-        threading.Timer(1.0, os.kill, (hanging, signal.SIGSTOP)).start()
+        pids = runner.pids
+        # It neither answers nor dies.
+        threading.Timer(1.0, os.kill, (pids[number], signal.SIGSTOP)).start()
         hung = runner.measure(by_tower(program)).measurement
         assert hung.outcome is Outcome.TIMED_OUT
-        assert runner.restarts == 2
-        assert all(wait_for(lambda pid=pid: gone(pid)) for pid in (hanging, *others))  # type: ignore[misc]
-
+        assert runner.restarts == 1
+        assert all(wait_for(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
         # And the next placement runs.
         runner.config = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
         assert runner.measure(by_tower(program)).measurement.ok
-        last = runner.pids
-    assert all(wait_for(lambda pid=pid: gone(pid)) for pid in last)  # type: ignore[misc]
 
 
 def test_a_port_that_is_taken(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PING_SECONDS = 3.0
+"""How long a device's process may take to answer before it is taken for hung."""
+
 _ATTEMPTS = 3
 """Starts before giving up: a port that was free can be taken a moment later."""
 
@@ -93,8 +96,11 @@ class TensorFlowRunner:
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes that run now: the devices', then the client's."""
-        children = [*self._workers, *([self._client] if self._client else [])]
-        return tuple(child.pid for child in children)
+        return tuple(child.pid for child in self._children)
+
+    @property
+    def _children(self) -> list[Child]:
+        return [*self._workers, *([self._client] if self._client else [])]
 
     def __enter__(self) -> TensorFlowRunner:
         return self
@@ -138,6 +144,9 @@ class TensorFlowRunner:
         """
         numbers = [int(device) for device in devices]
         assert len(numbers) == self.program.graph.num_ops
+        if any(child.ended() for child in self._children):
+            # While nothing ran: no fault of the placement that comes next.
+            self._replace()
         if self._client is None:
             self.start()
         assert self._client is not None
@@ -162,9 +171,14 @@ class TensorFlowRunner:
             raise
         if answer["outcome"] == "lost":
             answer = self._why_lost(answer, kills)
+        if answer["outcome"] == "timed out" and not answer.get("broken"):
+            # TensorFlow stopped the step in time, which says nothing of a device that hangs.
+            silent = self._silent()
+            if silent:
+                answer["broken"] = True
+                answer["reason"] += f"; {silent} does not answer, the processes were replaced"
         if answer.get("broken"):
-            self.restarts += 1
-            self.close()
+            self._replace()
         outcome = Outcome(answer["outcome"])
         measurement = Measurement(
             outcome=outcome,
@@ -179,6 +193,20 @@ class TensorFlowRunner:
             trace=answer.get("trace"),
             overhead_seconds=answer.get("overhead_seconds", 0.0),
         )
+
+    def _replace(self) -> None:
+        self.restarts += 1
+        self.close()
+
+    def _silent(self) -> str:
+        """The first device whose process gives no sign of life."""
+        for worker in self._workers:
+            worker.send({"ping": True})
+        deadline = time.monotonic() + _PING_SECONDS
+        for name, worker in zip(self.cluster.device_names, self._workers, strict=False):
+            if worker.receive(deadline - time.monotonic()) is None:
+                return f"the process of device {name}"
+        return ""
 
     def _answer(self, limit: float) -> dict[str, Any]:
         assert self._client is not None

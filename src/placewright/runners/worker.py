@@ -14,7 +14,10 @@ _servers: list[Any] = []
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
-    """Starts the server; it then runs in threads of its own, until the process ends."""
+    """Starts the server; it then runs in threads of its own, until the process ends. Whatever is
+    asked later is only answered, as a sign of life."""
+    if _servers:
+        return {"alive": True}
     # Before TensorFlow is imported: it sizes its thread pools by the cores it finds.
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
