@@ -32,11 +32,12 @@ class Child:
         module: str,
         greeting: Mapping[str, Any],
         *,
+        seconds: float,
         environment: Mapping[str, str] | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Starts it. `greeting` is its first request, with each of `files` as the number of a
-        descriptor to read from, under the file's key."""
+        descriptor to read from, under the file's key; it has `seconds` to take it."""
         self.name = module.rpartition(".")[2]
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as we do
         self._pending = b""
@@ -53,6 +54,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(os.getpid()), str(child_answers)],
                 stdin=subprocess.PIPE,
+                bufsize=0,
                 stdout=self._log,
                 stderr=self._log,
                 env={**os.environ, **(environment or {})},
@@ -68,18 +70,33 @@ class Child:
             os.close(child_answers)
             for file in opened:
                 file.close()
-        self.send({**greeting, **descriptors})
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        try:
+            self.send({**greeting, **descriptors}, seconds)
+        except BaseException:  # nobody has it yet who could end it
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, request: Mapping[str, Any]) -> None:
-        """A child that is gone does not read; whoever waits for its answer will notice."""
+    def send(self, request: Mapping[str, Any], seconds: float) -> None:
+        """A child that is gone does not read, nor does one that hangs, and a pipe holds 64 KiB: what
+        is not taken within this time is dropped. Whoever waits for the answer will notice."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        pipe = self._process.stdin.fileno()
+        deadline = time.monotonic() + seconds
+        left = memoryview(json.dumps(request).encode() + b"\n")
+        while left:
+            try:
+                left = left[os.write(pipe, left) :]
+            except BlockingIOError:
+                if not select.select([], [pipe], [], max(0.0, deadline - time.monotonic()))[1]:
+                    return
+            except BrokenPipeError:
+                return
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
         """The next answer, or None when there is none within this time."""

@@ -152,20 +152,18 @@ class TensorFlowRunner:
         assert self._client is not None
         kills = _memory_kills()
         limit = self.config.time_limit_seconds
-        self._client.send(
-            {
-                "devices": numbers,
-                "seconds": limit,
-                "give_up_seconds": 1e18
-                if best_seconds is None
-                else best_seconds * self.config.give_up_factor,
-                "traces": traces,
-                "adaptive": adaptive,
-                "check": self.config.check,
-            }
-        )
+        request = {
+            "devices": numbers,
+            "seconds": limit,
+            "give_up_seconds": 1e18
+            if best_seconds is None
+            else best_seconds * self.config.give_up_factor,
+            "traces": traces,
+            "adaptive": adaptive,
+            "check": self.config.check,
+        }
         try:
-            answer = self._answer(limit)
+            answer = self._answer(request, limit)
         except BaseException:  # Ctrl-C: what runs is not what was asked for any more
             self.close()
             raise
@@ -201,17 +199,18 @@ class TensorFlowRunner:
     def _silent(self) -> str:
         """The first device whose process gives no sign of life."""
         for worker in self._workers:
-            worker.send({"ping": True})
+            worker.send({"ping": True}, 0.0)
         deadline = time.monotonic() + _PING_SECONDS
         for name, worker in zip(self.cluster.device_names, self._workers, strict=False):
             if worker.receive(deadline - time.monotonic()) is None:
                 return f"the process of device {name}"
         return ""
 
-    def _answer(self, limit: float) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         assert self._client is not None
         # TensorFlow stops a run that takes too long by itself, mostly; this is for when it hangs.
         deadline = time.monotonic() + limit + min(5.0, 0.5 * limit)
+        self._client.send(request, deadline - time.monotonic())
         while True:
             answer = self._client.receive(0.1)
             if answer is not None:
@@ -320,6 +319,7 @@ class TensorFlowRunner:
                             "addresses": addresses,
                             "task": number,
                         },
+                        seconds=deadline - time.monotonic(),
                         environment=self._environment(number),
                     )
                 )
@@ -355,6 +355,7 @@ class TensorFlowRunner:
                     "soft_placement": self.config.soft_placement,
                 },
             },
+            seconds=deadline - time.monotonic(),
             environment=self._environment(0 if self.in_one_process else None),
             files={"graph_def": self.program.graph_def, "feeds": arrays.getvalue()},
         )

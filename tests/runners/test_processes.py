@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from placewright.runners.processes import Child
+
+BIG = {"big": "x" * (1 << 20)}
+"""Far more than a pipe holds."""
+
+
+@pytest.fixture
+def deaf(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the module `deaf` never reads what it is sent."""
+    (tmp_path / "deaf.py").write_text(
+        "import os, sys, time\n"
+        "open(os.environ['PID_FILE'], 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return {"PYTHONPATH": path, "PID_FILE": str(tmp_path / "pid")}
+
+
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ctrl-C in two seconds."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_child_that_does_not_read_holds_nobody_up(deaf: dict[str, str]) -> None:
+    child = Child("deaf", BIG, seconds=0.5, environment=deaf)  # would block for ever
+    try:
+        child.send(BIG, 0.1)
+        assert child.receive(0.0) is None
+        assert child.ended() == ""
+    finally:
+        child.kill()
+
+
+def test_a_child_whose_start_is_interrupted_is_not_left_behind(
+    deaf: dict[str, str], alarm: None
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Child("deaf", BIG, seconds=60.0, environment=deaf)
+    pid_file = Path(deaf["PID_FILE"])
+    until = time.monotonic() + 10.0
+    while not pid_file.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    if pid_file.exists():  # it may have been ended before it began
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid_file.read_text()), 0)
