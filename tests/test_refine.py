@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placewright.api import began_with, place
+from placewright.cli import evaluation
 from placewright.cluster import Cluster
-from placewright.errors import WorkerError
+from placewright.errors import SearchError, WorkerError
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Measurement, Outcome
 from placewright.measuring import Measuring, search_measured
@@ -152,6 +154,28 @@ def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
     assert {m.method for m in result.methods} == {"single", "expert", "random"}
     assert {c.method for c in result.comparisons} | {result.best.placer} >= {"single", "expert"}
     assert result.trials == len(devices.runs) <= 60  # and no run is not counted
+
+
+def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
+    def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")
+
+    budget = Budget(trials=8)
+    # No step times in its journal, from which one might guess that they were real.
+    search_measured(
+        problem, evaluator(Devices(problem, broken)), ["random"], budget, directory=tmp_path
+    )
+    assert began_with(tmp_path) == "measure"
+    resume = str(tmp_path)
+    assert evaluation.choose(None, "m.pb", problem.cluster, resume, budget) == evaluation.MEASURE
+    for wanted in (evaluation.SIMULATE, evaluation.BOTH):
+        with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
+            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget)
+    with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
+        place(problem, trials=9, directory=tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(SearchError, match="does not say how it began"):
+        evaluation.choose(None, "m.pb", problem.cluster, resume, budget)
 
 
 def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from placewright import methods as registry
 from placewright._version import VERSION
@@ -26,6 +26,12 @@ from placewright.placement import Placement
 from placewright.problem import Constraints, Problem, make_problem
 from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
 from placewright.simulator import Simulator, lower_bounds
+
+How = Literal["simulate", "measure", "simulate+measure"]
+"""How the placements of a run are tried; the times in its journal are of one kind."""
+
+RUN_FILE = "run.json"
+"""Says how the run began, which a run that is continued has to know."""
 
 PROBLEM_FILE = "problem.json.gz"
 """The whole problem: some 300 kB for 12,000 ops, a twentieth of the JSON in it."""
@@ -273,7 +279,7 @@ def run(
         # The first evaluation compiles the simulator, which is nobody's search time.
         evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     started = time.monotonic()
-    with open_journal(directory, problem) as journal:
+    with open_journal(directory, problem, "measure" if measured else "simulate") as journal:
         progress = search(
             chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
             directory=None if directory is None else Path(directory),
@@ -298,17 +304,38 @@ def run(
 
 
 @contextlib.contextmanager
-def open_journal(directory: str | Path | None, problem: Problem) -> Iterator[Journal | None]:
-    """The journal of a directory, which is made if need be; none without a directory."""
+def open_journal(
+    directory: str | Path | None, problem: Problem, how: How
+) -> Iterator[Journal | None]:
+    """The journal of a directory, which is made if need be; none without a directory.
+
+    Raises for a run that began in another way.
+    """
     if directory is None:
         yield None
         return
     check_directory(Path(directory), problem)
     _make_directory(Path(directory))
-    # At the beginning, so that also a run that is killed can be looked at.
+    began = began_with(directory)
+    if began not in (None, how):
+        raise SearchError(f"{directory}: began with {began}; it cannot go on with {how}")
+    # At the beginning, so that also a run that is killed can be looked at and continued.
+    write_json(Path(directory) / RUN_FILE, {"evaluate": how, "version": VERSION}, SearchError)
     problem.save(Path(directory) / PROBLEM_FILE)
     with Journal(Path(directory) / "journal.jsonl", problem) as journal:
         yield journal
+
+
+def began_with(directory: str | Path) -> How | None:
+    """How the placements of the run in a directory are tried; None where there is none."""
+    path = Path(directory) / RUN_FILE
+    if not path.is_file():
+        return None
+    document = read_json(path, SearchError, what="run")
+    how = document.get("evaluate") if isinstance(document, dict) else None
+    if how not in get_args(How):
+        raise SearchError(f"{path}: does not say how the run began; was the file edited?")
+    return cast(How, how)
 
 
 def _best_bound(bounds: Sequence[float], best: Trial | None) -> float:

@@ -54,7 +54,7 @@ def search_measured(
 ) -> Result:
     """Runs the methods one after another, every trial a real run, between the references and the
     final. The budget is for all of it."""
-    with open_journal(directory, problem) as journal:
+    with open_journal(directory, problem, "measure") as journal:
         real = Measuring(
             problem, evaluator, budget, seed, journal, observe, stop, config or FinalConfig()
         )
@@ -253,7 +253,7 @@ class Measuring:
         return best
 
     def final(self) -> None:
-        """The best of all and the best of each reference in turns, as often as the budget allows."""
+        """The best of all and of each reference in turns, as often as the budget allows."""
 
         def measure(placement: Placement) -> Measurement | None:
             run = self.measure(placement, compared=True)

@@ -98,7 +98,7 @@ def refine(
         methods: what searches in the simulator.
         budget: of time, or of real runs (those of references and repetitions included), or both.
     """
-    with open_journal(directory, problem) as journal:
+    with open_journal(directory, problem, "simulate+measure") as journal:
         config = config or RefineConfig()
         evaluator = MeasuredEvaluator(problem, runner)
         refinement = _Refinement(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 FILES = {
-    "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "summary.json",
+    "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "run.json",
+    "summary.json",
     "trace.json",
 }  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_place_command_measures_by_default(
     assert summary["measured"] is True
     refused = run("place", model, *FETCH, "-c", "cpu2", "--resume", "out", "--evaluate", "simulate")
     assert refused.code == 2
-    assert "holds real runs; it cannot go on with simulate" in refused.err
+    assert "began with simulate+measure; it cannot go on with simulate" in refused.err
 
 
 def test_calibrate_command(run: Callable[..., Run], model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,17 +37,19 @@ def choose(
 
     A run that is continued goes on as it began: its journal's times are of one kind.
     """
+    from placewright.api import RUN_FILE, began_with
     from placewright.runners.here import why_not_here
     from placewright.runners.tensorflow import has_tensorflow
 
     if wanted not in (None, SIMULATE, MEASURE, BOTH):
         raise common.UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
     if resume is not None:
-        measured = _holds_real_runs(Path(resume) / "journal.jsonl")
-        if wanted is not None and (wanted != SIMULATE) != measured:
-            kind = "real" if measured else "simulated"
-            raise SearchError(f"{resume}: holds {kind} runs; it cannot go on with {wanted}")
-        wanted = wanted or (BOTH if measured else SIMULATE)
+        began = began_with(resume)
+        if wanted is not None and began not in (None, wanted):
+            raise SearchError(f"{resume}: began with {began}; it cannot go on with {wanted}")
+        wanted = wanted or began
+        if wanted is None:
+            raise SearchError(f"{resume}: does not say how it began ({RUN_FILE}); give --evaluate")
     if wanted is None:
         if budget.seconds is None:  # trials alone are mostly meant for the simulator
             return SIMULATE
@@ -58,19 +59,6 @@ def choose(
     if wanted != SIMULATE:
         require_here(cluster)
     return wanted
-
-
-def _holds_real_runs(journal: Path) -> bool:
-    """Simulated trials have one step, real ones several."""
-    try:
-        with journal.open(encoding="utf-8") as lines:
-            for line in lines:
-                steps = json.loads(line)["measurement"].get("step_seconds", ())
-                if steps:
-                    return len(steps) > 1
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # whoever reads it next says what is wrong with it
-    return False
 
 
 def require_here(cluster: Cluster) -> None:

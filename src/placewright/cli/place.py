@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 RESULT_FILES = (
     "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz", "report.html",
-    "summary.json", "trace.json",
+    "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
 MethodOption = Annotated[

@@ -83,7 +83,7 @@ class Child:
         return self._process.pid
 
     def send(self, request: Mapping[str, Any], seconds: float) -> None:
-        """A child that is gone does not read, nor does one that hangs, and a pipe holds 64 KiB: what
+        """A child that is gone does not read, nor does one that hangs, and a pipe is small: what
         is not taken within this time is dropped. Whoever waits for the answer will notice."""
         assert self._process.stdin is not None
         pipe = self._process.stdin.fileno()
