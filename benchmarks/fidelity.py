@@ -4,14 +4,14 @@
     python -m benchmarks.fidelity --models rnnlm --placements 12 --no-write
 
 Each model is calibrated (`placewright calibrate`), then fresh placements are measured: random ones,
-contiguous ones, what the classical methods propose, and the best found in the simulator. Writes
-`results/fidelity/fidelity.csv` (a line for each placement) and a README.md with the table.
+contiguous ones, what the classical methods propose, and the best found in the simulator. After each
+model, writes its lines of `results/fidelity/fidelity.csv` (one for each placement) and a README.md
+with the table.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import sys
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator import cpu_name
+from benchmarks.simulator import cpu_name, merge_csv
 from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.api import run
@@ -39,18 +39,15 @@ FIT = 16
 
 def main() -> None:
     options = _options()
-    rows: list[dict[str, Any]] = []
-    results: dict[str, Fidelity] = {}
     load_before = os.getloadavg()[0]
     for model in options.models:
-        results[model], new = check(model, options.cluster, options.placements)
-        rows += new
-        print(table(results), flush=True)
-    if not options.no_write:
-        write(rows, results, load_before)
+        rows = check(model, options.cluster, options.placements)
+        print(table(rows), flush=True)
+        if not options.no_write:
+            write(rows, load_before)
 
 
-def check(model: str, cluster: str, count: int) -> tuple[Fidelity, list[dict[str, Any]]]:
+def check(model: str, cluster: str, count: int) -> list[dict[str, Any]]:
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
     with TensorFlowRunner(program, problem.cluster) as runner:
@@ -59,11 +56,19 @@ def check(model: str, cluster: str, count: int) -> tuple[Fidelity, list[dict[str
         kinds = fresh(problem, count)
         steps = in_turns(problem, runner, list(kinds))
     result = fidelity(problem, list(steps), list(steps.values()))
-    rows = [
-        {"model": model, "kind": kinds[placement], "predicted_seconds": p, "measured_seconds": m}
-        for placement, p, m in zip(steps, result.predicted, result.measured, strict=True)
+    return [
+        {
+            "model": model,
+            "kind": kinds[placement],
+            "predicted_seconds": predicted,
+            "measured_seconds": measured,
+            "first_seconds": first,
+            "second_seconds": second,
+        }
+        for placement, predicted, measured, first, second in zip(
+            steps, result.predicted, result.measured, result.first, result.second, strict=True
+        )
     ]
-    return result, rows
 
 
 def fresh(problem: Problem, count: int) -> dict[Placement, str]:
@@ -80,12 +85,19 @@ def fresh(problem: Problem, count: int) -> dict[Placement, str]:
     return found
 
 
-def table(results: dict[str, Fidelity]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| model | placements | mean absolute error | Spearman | of the measurement with itself |",
         "|---|---:|---:|---:|---:|",
     ]
-    for model, result in results.items():
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        result = Fidelity(
+            **{
+                name: tuple(float(row[f"{name}_seconds"]) for row in mine)
+                for name in ("predicted", "measured", "first", "second")
+            }
+        )
         lines.append(
             f"| {model} | {len(result.measured)} | {result.error:.1%} | {result.spearman:.3f} "
             f"| {result.halves:.3f} |"
@@ -93,17 +105,13 @@ def table(results: dict[str, Fidelity]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, Any]], results: dict[str, Fidelity], load: float) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / "fidelity.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def write(rows: Sequence[dict[str, Any]], load: float) -> None:
+    rows = merge_csv(RESULTS / "fidelity.csv", rows, "model")
     command = " ".join(["python -m benchmarks.fidelity", *sys.argv[1:]])
     (RESULTS / "README.md").write_text(
         f"""# Prediction against real runs
 
-{table(results)}
+{table(rows)}
 
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
 {FIT} placements and checked on others. Made by `{command}` with version {VERSION}, Python

@@ -4,14 +4,14 @@ against the classical methods measured; and what a real run costs beyond its ste
     python -m benchmarks.measured                      # hours on an idle machine of 2 cores
     python -m benchmarks.measured --models rnnlm --runs 12 --learner-runs 20 --no-write
 
-The answers of all are measured again in turns at the end, which is what the table shows. Writes
-`results/measured/measured.csv` and a README.md with the tables.
+The answers of all are measured again in turns at the end, which is what the table shows. After
+each model, writes its lines of `results/measured/measured.csv` and `overhead.csv` and a README.md
+with the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import statistics
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulator import cpu_name
+from benchmarks.simulator import cpu_name, merge_csv
 from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.calibration import varied_placements
@@ -45,17 +45,16 @@ CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", 
 
 def main() -> None:
     options = _options()
-    rows: list[dict[str, Any]] = []
-    overheads: dict[str, tuple[float, float]] = {}
     for model in options.models:
         program = load_program(model, scale="small")
         problem = make_problem(program.graph, Cluster.load(options.cluster))
         with TensorFlowRunner(program, problem.cluster) as runner:
-            rows += [{"model": model, **row} for row in compare(problem, runner, options)]
-            overheads[model] = overhead(problem, runner, program)
+            rows = [{"model": model, **row} for row in compare(problem, runner, options)]
+            ours, naive = overhead(problem, runner, program)
+        overheads = [{"model": model, "overhead_seconds": ours, "naive_seconds": naive}]
         print(answers_table(rows), overhead_table(overheads), sep="\n\n", flush=True)
-    if not options.no_write:
-        write(rows, overheads)
+        if not options.no_write:  # after each: the next takes hours
+            write(rows, overheads)
 
 
 def compare(
@@ -121,26 +120,27 @@ def answers_table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['model']} | {row['method']} | {row['runs']} | {row['step_seconds']:.4f} "
-        f"| {row['half_width_seconds']:.4f} | {row['times_ours']:.3f} "
-        f"| {row['half_width_times_ours']:.3f} |"
+        f"| {row['model']} | {row['method']} | {row['runs']} | {float(row['step_seconds']):.4f} "
+        f"| {float(row['half_width_seconds']):.4f} | {float(row['times_ours']):.3f} "
+        f"| {float(row['half_width_times_ours']):.3f} |"
         for row in rows
     ]
     return "\n".join(lines)
 
 
-def overhead_table(overheads: dict[str, tuple[float, float]]) -> str:
+def overhead_table(overheads: Sequence[dict[str, Any]]) -> str:
     lines = ["| model | overhead of a run, s | the naive way, s |", "|---|---:|---:|"]
-    lines += [f"| {m} | {ours:.2f} | {naive:.2f} |" for m, (ours, naive) in overheads.items()]
+    lines += [
+        f"| {row['model']} | {float(row['overhead_seconds']):.2f} "
+        f"| {float(row['naive_seconds']):.2f} |"
+        for row in overheads
+    ]
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, Any]], overheads: dict[str, tuple[float, float]]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / "measured.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def write(rows: Sequence[dict[str, Any]], overheads: Sequence[dict[str, Any]]) -> None:
+    rows = merge_csv(RESULTS / "measured.csv", rows, "model")
+    overheads = merge_csv(RESULTS / "overhead.csv", overheads, "model")
     command = " ".join(["python -m benchmarks.measured", *sys.argv[1:]])
     (RESULTS / "README.md").write_text(
         f"""# Searching with real runs

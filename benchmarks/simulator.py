@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,27 @@ def _print_compile_times() -> None:
             ).stdout.split()
             run, timeline = (float(seconds) for seconds in output)
             print(f"first    {label}: run {run:.1f} s, timeline {timeline:.1f} s")
+
+
+def merge_csv(path: Path, rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Writes the rows into the file, instead of those there that have one of their keys, and gives
+    all that it holds then. So that every case is written when it is done, and the others stay."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = list(csv.DictReader(file))
+    if kept and list(kept[0]) != list(rows[0]):
+        raise SystemExit(f"{path}: has other columns; was it made by another version?")
+    done = {row[key] for row in rows}
+    merged = [*(row for row in kept if row[key] not in done), *rows]
+    temporary = path.with_suffix(".new")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(merged)
+    temporary.replace(path)
+    return merged
 
 
 def cpu_name() -> str:

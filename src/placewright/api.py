@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from placewright import methods as registry
 from placewright._version import VERSION
@@ -26,6 +26,9 @@ from placewright.placement import Placement
 from placewright.problem import Constraints, Problem, make_problem
 from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
 from placewright.simulator import Simulator, lower_bounds
+
+if TYPE_CHECKING:
+    from placewright.calibration import Calibration
 
 How = Literal["simulate", "measure", "simulate+measure"]
 """How the placements of a run are tried; the times in its journal are of one kind."""
@@ -57,6 +60,8 @@ class Result:
     measured: bool = False
     """Whether the times are of real runs. What is proven in the simulator does not hold for those,
     so that the lower bound is 0."""
+    calibration: Calibration | None = None
+    """What was found out about the costs on the way, where that was."""
     comparisons: tuple[Comparison, ...] = ()
     """The answer against the best single device and the expert's placement, measured in turns."""
 
@@ -170,7 +175,8 @@ class Result:
 
     def save(self, directory: str | Path, command: str = "") -> None:
         """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
-        reports are made (the journal is there already when the search was given the directory)."""
+        reports are made (the journal is there already when the search was given the directory), and
+        `costs.json` where costs were measured, under which the trace is then drawn."""
         folder = Path(directory)
         check_directory(folder, self.problem)
         _make_directory(folder)
@@ -178,7 +184,12 @@ class Result:
             self.problem.save(folder / PROBLEM_FILE)
         if self.best is not None:
             self.best.placement.save(folder / "placement.json", self.problem)
-            timeline = Simulator(self.problem).timeline(self.best.placement)
+            under = self.problem
+            if self.calibration is not None:
+                self.calibration.save(folder / "costs.json", self.problem.graph)
+                under = self.calibration.problem(self.problem)
+            placement = Placement.of(under, self.best.placement.devices)
+            timeline = Simulator(under).timeline(placement)
             write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
         write_json(folder / "summary.json", self.summary(command), SearchError)
 

@@ -423,14 +423,21 @@ class Fidelity:
 
     predicted: tuple[float, ...]
     measured: tuple[float, ...]
-    halves: float
-    """Rank correlation of the even with the odd steps: no prediction can do better than this."""
+    first: tuple[float, ...]
+    """Measured, of every other step alone."""
+    second: tuple[float, ...]
+    """Of the rest."""
 
     @property
     def error(self) -> float:
         """Mean absolute error as a share of the measured time."""
         truth = np.array(self.measured)
         return float(np.mean(np.abs(np.array(self.predicted) - truth) / truth))
+
+    @property
+    def halves(self) -> float:
+        """Rank correlation of the measurement with itself: no prediction can do better than this."""
+        return rank_correlation(self.first, self.second)
 
     @property
     def spearman(self) -> float:
@@ -446,10 +453,8 @@ def fidelity(
     return Fidelity(
         predicted=tuple(predicted.tolist()),
         measured=tuple(float(np.median(each)) for each in steps),
-        halves=rank_correlation(
-            [float(np.median(each[::2])) for each in steps],
-            [float(np.median(each[1::2] or each)) for each in steps],
-        ),
+        first=tuple(float(np.median(each[::2])) for each in steps),
+        second=tuple(float(np.median(each[1::2] or each)) for each in steps),
     )
 
 

@@ -50,6 +50,17 @@ def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> 
         raise error(f"{path}: JSON that no {what} has: {fault}") from None
 
 
+def check_new(path: str | Path, error: type[PlacewrightError]) -> None:
+    """Raises when a file cannot be made there, or one is there already; for what takes long to make,
+    before it is made."""
+    target = Path(path)
+    if target.exists():
+        raise error(f"{path}: is there already; choose another name")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        what = "is not writable" if target.parent.is_dir() else "no such directory"
+        raise error(f"{path}: cannot be written: {target.parent}: {what}")
+
+
 def write_text(path: str | Path, text: str, error: type[PlacewrightError]) -> None:
     content = text.encode()
     if _compressed(path):

@@ -7,6 +7,7 @@ with what it is compared with, so that whatever else the machine did hit all ali
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class _Refinement:
                 break  # nothing new to measure
             calibration = self._corrected(calibration)
         self.real.final()
-        return self.real.result()
+        return dataclasses.replace(self.real.result(), calibration=calibration)
 
     def _calibrate(self) -> Calibration:
         """Single devices are traced: that is where the costs of ops come from."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from placewright.cluster import Cluster
+from placewright.costs import Costs
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.frontends import load
 from placewright.frontends.tensorflow.program import Program
@@ -23,6 +24,7 @@ from placewright.refine import RefineConfig, Remembering, enough_for, refine
 from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
+from placewright.simulator import Simulator
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # the fixture of the command line
 from tests.runners.towers import towers, towers_graph
@@ -88,6 +90,16 @@ def test_simulate_and_measure(problem: Problem, runner: TensorFlowRunner, tmp_pa
     assert result.step_seconds <= result.best_single.measurement.mean_seconds
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()
     assert len(lines) == result.trials
+    # What was found out about costs is kept, and the timeline is drawn under it.
+    result.save(tmp_path)
+    assert result.calibration is not None
+    costs = Costs.load(tmp_path / "costs.json", problem.graph)
+    assert np.array_equal(costs.op_seconds, result.calibration.table.op_seconds)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    under = result.calibration.problem(problem)
+    simulated = Simulator(under).run(result.placement.devices[np.newaxis]).step_seconds[0]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(1e6 * simulated, rel=1e-3)
     assert len({json.loads(line)["placement"] for line in lines}) >= 4
     # Its budget is used up, so going on adds nothing and forgets nothing.
     again = refine(
@@ -142,6 +154,23 @@ def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -
             "steps must be at least 2",
         ),
         (("calibrate", "towers.pb", "-c", "cpu2"), "give -o FILE for the costs"),
+        (("calibrate", "towers.pb", "-c", "cpu2", "-o", "no/costs.json"), "no: no such directory"),
+        (("calibrate", "towers.pb", "-c", "cpu2", "-o", "towers.json"), "is there already"),
+        (
+            (
+                "calibrate",
+                "towers.pb",
+                "-c",
+                "cpu2",
+                "-o",
+                "costs.json",
+                "--check",
+                "4",
+                "--plot",
+                "towers.json",
+            ),
+            "is there already",
+        ),
         (("place", "towers.pb", "-c", "cpu2", "--evaluate", "dream"), "expected simulate, measure"),
         (("place", "towers.pb", "-c", "k80x2", "--evaluate", "measure"), "cannot be measured"),
     ],
@@ -173,6 +202,19 @@ def test_measuring_without_tensorflow(
     assert "pip install 'placewright[tensorflow]'" in result.err
     facts = run("devices", "--json").json
     assert facts["tensorflow"] is False
+
+
+def test_a_plot_without_plotly_is_refused_before_measuring(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    result = run(
+        "calibrate", model, *FETCH, "-c", "cpu2", "-o", "costs.json", "--check", "4", "--plot",
+        "plot.html",
+    )  # fmt: skip
+    assert result.code == 2
+    assert "pip install 'placewright[report]'" in result.err
+    assert not Path("costs.json").exists()
 
 
 def test_devices_command(run: Callable[..., Run]) -> None:

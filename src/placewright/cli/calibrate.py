@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from placewright.cli import common
 from placewright.cli.evaluation import FeedsOption, require_here
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
-from placewright.files import write_text
+from placewright.files import check_new, write_text
 
 if TYPE_CHECKING:
     from placewright.calibration import Fidelity
@@ -66,6 +67,12 @@ def calibrate(
         raise common.UsageError("give -o FILE for the costs, or --costs FILE --check N")
     if plot is not None and not check:
         raise common.UsageError("--plot shows a check: give --check N")
+    # What is measured for minutes must not be lost for want of a place to put it.
+    for path in (output, plot):
+        if path is not None:
+            check_new(path, CostsError)
+    if plot is not None and importlib.util.find_spec("plotly") is None:
+        raise MissingExtraError("a plot as HTML", "report")
     machine = Cluster.load(cluster)
     require_here(machine)
     inputs = None if feeds is None else load_feeds(feeds)
@@ -113,12 +120,12 @@ def calibrate(
                 "predicted_seconds": list(result.predicted),
                 "measured_seconds": list(result.measured),
             }
-    if plot is not None:
-        _write_plot(plot, result, f"{program.graph.name} on {machine.name}")
     if as_json:
         common.print_json(facts)
     else:
         _print(facts, output, result if check else None)
+    if plot is not None:
+        _write_plot(plot, result, f"{program.graph.name} on {machine.name}")
 
 
 def _or_none(value: float) -> float | None:
@@ -170,10 +177,8 @@ def scatter(
 
 
 def _write_plot(path: str, result: Fidelity, title: str) -> None:
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise MissingExtraError("a plot as HTML", "report") from None
+    import plotly.graph_objects as go
+
     high = max(*result.measured, *result.predicted)
     figure = go.Figure(
         [

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from placewright.search import Progress as SearchProgress
 
 RESULT_FILES = (
-    "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz", "report.html",
+    "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz", "report.html",
     "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
