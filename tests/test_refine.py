@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placewright import methods as registry
 from placewright.api import began_with, place
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
@@ -19,9 +20,9 @@ from placewright.measurement import Measurement, Outcome
 from placewright.measuring import Measuring, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.refine import RefineConfig, _Refinement, refine
+from placewright.refine import RefineConfig, Remembering, _Refinement, refine
 from placewright.runners.tensorflow import Run
-from placewright.search import Budget
+from placewright.search import Budget, search
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 
@@ -132,6 +133,29 @@ def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
     # As if that run had taken two seconds: twenty of them are the final's.
     real._measured_seconds = 2.0
     assert refinement._simulate_seconds() == pytest.approx(0.25 * (100.0 - 40.0), rel=0.05)
+
+
+def test_candidates_are_credited_to_who_proposed_them(problem: Problem) -> None:
+    simulator = Remembering(problem, {})
+    placers = registry.make(["expert", "random", "local-search"], problem, seed=3, trials=400)
+    seen: dict[Placement, str] = {}
+    for placer in placers:
+        ask = placer.ask
+
+        def asked(
+            count: int,
+            ask: Callable[[int], list[Placement]] = ask,
+            name: str = placer.name,
+        ) -> list[Placement]:
+            found = ask(count)
+            for placement in found:
+                seen.setdefault(placement, name)
+            return found
+
+        placer.ask = asked  # type: ignore[method-assign]
+    search(placers, simulator, Budget(trials=200), journal=simulator)
+    assert set(simulator.found_by.values()) == {"expert", "random", "local-search"}
+    assert simulator.found_by == {p: seen[p] for p in simulator.best}
 
 
 def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:

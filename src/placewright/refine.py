@@ -47,12 +47,18 @@ class RefineConfig(FinalConfig):
 
 
 class Remembering(Evaluator):
-    """The simulator, but what was measured keeps its measured time; remembers the best."""
+    """The simulator, but what was measured keeps its measured time; remembers the best.
+
+    To a `search` it is also the journal, which is told who proposed what.
+    """
+
+    trials: Sequence[Trial] = ()
 
     def __init__(self, problem: Problem, known: dict[Placement, Measurement]) -> None:
         self._simulated = SimulatedEvaluator(problem)
         self._known = known
         self.best: dict[Placement, float] = {}
+        self.found_by: dict[Placement, str] = {}
 
     @property
     def problem(self) -> Problem:
@@ -71,7 +77,11 @@ class Remembering(Evaluator):
         if len(self.best) > 4 * _REMEMBERED:
             kept = sorted(self.best.items(), key=lambda item: item[1])[:_REMEMBERED]
             self.best = dict(kept)
+            self.found_by = {p: name for p, name in self.found_by.items() if p in self.best}
         return measurements
+
+    def append(self, trials: Sequence[Trial]) -> None:
+        self.found_by.update({t.placement: t.placer for t in trials if t.placement in self.best})
 
 
 _REMEMBERED = 2000
@@ -190,19 +200,14 @@ class _Refinement:
         ]
         for placer in placers:
             placer.tell(told)
-        found = search(
+        search(
             placers,
             simulator,
             Budget(seconds=seconds),
+            journal=simulator,
             seed=self.real.seed,
             stop=self.real.stop,
         )
-        by = {
-            result.best.placement: result.method
-            for result in found.results()
-            if result.best is not None
-        }
-        searcher = placers[-1].name if placers else "random"
         apart = max(1, round(self.config.distance * self.real.problem.num_groups))
         chosen: list[tuple[Placement, str]] = []
         ordered = sorted(simulator.best, key=simulator.best.__getitem__)
@@ -212,7 +217,7 @@ class _Refinement:
             near = any(np.sum(devices != other.devices) < apart for other, _ in chosen)
             if ours in self.real.samples or near:
                 continue
-            chosen.append((ours, by.get(placement, searcher)))
+            chosen.append((ours, simulator.found_by[placement]))
             if len(chosen) == self.config.candidates:
                 break
         return chosen
