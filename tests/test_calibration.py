@@ -66,12 +66,16 @@ def test_one_wrong_measurement_does_not_spoil_the_fit(problem: Problem) -> None:
     assert found.ops == pytest.approx(2.0, rel=0.1)
 
 
-def run(problem: Problem, seconds: float, share: float) -> Run:
-    """A run whose trace has `share` of its time in its ops."""
-    each = share * seconds / problem.graph.num_ops
+def run(problem: Problem, seconds: float, share: float, device: int = 0) -> Run:
+    """A run whose trace has `share` of its time in its ops, all on one device."""
+    names = problem.graph.op_names
     return Run(
         measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds, seconds)),
-        trace={"ops": dict.fromkeys(problem.graph.op_names, each), "transfers": []},
+        trace={
+            "ops": dict.fromkeys(names, share * seconds / problem.graph.num_ops),
+            "devices": dict.fromkeys(names, device),
+            "transfers": [],
+        },
     )
 
 
@@ -80,6 +84,33 @@ def test_ops_add_up_to_the_step(problem: Problem, share: float) -> None:
     table = op_table(problem, {0: run(problem, 0.3, share)})
     assert table.op_seconds.sum() == pytest.approx(0.3)
     assert np.all(table.source == Source.TABLE)
+
+
+def test_devices_of_a_kind_are_averaged(problem: Problem) -> None:
+    # The first device's trace lacks one op, which must not be taken for the whole second step.
+    first, second = run(problem, 0.3, 0.5), run(problem, 0.5, 0.5, device=1)
+    missing = problem.graph.op_names[7]
+    assert first.trace is not None
+    del first.trace["ops"][missing], first.trace["devices"][missing]
+    count = problem.graph.num_ops
+    (seconds,) = op_table(problem, {0: first, 1: second}).op_seconds
+    assert seconds[7] == pytest.approx(0.5 / count)
+    assert np.delete(seconds, 7) == pytest.approx((0.3 / (count - 1) + 0.5 / count) / 2)
+
+
+def test_what_ran_elsewhere_is_the_cost_of_that_device() -> None:
+    problem = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=8)
+    gpu, cpu = problem.cluster.device_number("gpu:0"), problem.cluster.device_number("cpu:0")
+    traced = run(problem, 0.3, 0.5, device=gpu)
+    assert traced.trace is not None
+    name = problem.graph.op_names[7]
+    traced.trace["devices"][name] = cpu
+    table = op_table(problem, {gpu: traced})
+    on_cpu = table.kinds.index(problem.cluster.devices[cpu].kind.name)
+    on_gpu = table.kinds.index(problem.cluster.devices[gpu].kind.name)
+    assert np.flatnonzero(table.source[on_cpu] == Source.TABLE).tolist() == [7]
+    assert table.source[on_gpu, 7] == Source.ROOFLINE
+    assert np.sum(table.source[on_gpu] == Source.TABLE) == problem.graph.num_ops - 1
 
 
 def test_a_calibration_is_a_costs_file(problem: Problem, tmp_path: Path) -> None:

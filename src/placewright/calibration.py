@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from placewright import cluster as cluster_format
 from placewright.cluster import Cluster, Link
@@ -92,32 +91,39 @@ def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
 def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
     """Op times from traced runs: device number -> a run with everything (that can be) on it.
 
-    The times are scaled, or given an equal share of what is missing for dispatching, so that they
-    add up to the step as it is without tracing.
+    The times are scaled, or given an equal share of what is missing for dispatching, so that those
+    on that device add up to the step as it is without tracing. What several devices of a kind say
+    is averaged.
     """
     graph, cluster = problem.graph, problem.cluster
     kinds = tuple(kind.name for kind in cluster.kinds)
-    seconds = np.zeros((len(kinds), graph.num_ops))
-    source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
+    total = np.zeros((len(kinds), graph.num_ops))
+    count = np.zeros(total.shape)
     for device, run in runs.items():
         assert run.trace is not None
-        k = int(cluster.kind_of_device[device])
         traced = np.array([run.trace["ops"].get(name, np.nan) for name in graph.op_names])
-        known = ~np.isnan(traced) & (source[k] == Source.ROOFLINE)
+        ran_on = np.array([run.trace["devices"].get(name, -1) for name in graph.op_names])
         if cluster.devices[device].kind.slots == 1:
-            traced = _as_long_as(traced, known, run.measurement.mean_seconds)
-        seconds[k, known] = traced[known]
-        source[k, known] = Source.TABLE
-    return Costs(kinds=kinds, op_seconds=frozen(seconds), source=frozen(source))
+            own = ran_on == device
+            traced[own] = _as_long_as(traced[own], run.measurement.mean_seconds)
+        for other in range(cluster.num_devices):
+            k, on = int(cluster.kind_of_device[other]), ran_on == other
+            total[k, on] += traced[on]
+            count[k, on] += 1
+    return Costs(
+        kinds=kinds,
+        op_seconds=frozen(total / np.maximum(count, 1)),
+        source=frozen(np.where(count > 0, Source.TABLE, Source.ROOFLINE).astype(np.uint8)),
+    )
 
 
-def _as_long_as(traced: FloatArray, known: npt.NDArray[np.bool_], step: float) -> FloatArray:
-    total = float(traced[known].sum())
+def _as_long_as(traced: FloatArray, step: float) -> FloatArray:
+    total = float(traced.sum())
     if total <= 0:
         return traced
     if total > step:  # tracing itself takes time
         return traced * (step / total)
-    return traced + (step - total) / int(known.sum())
+    return traced + (step - total) / len(traced)
 
 
 # --- links ---------------------------------------------------------------------------------------
@@ -436,7 +442,7 @@ class Fidelity:
 
     @property
     def halves(self) -> float:
-        """Rank correlation of the measurement with itself: no prediction can do better than this."""
+        """Rank correlation of the measurement with itself: no prediction can do better."""
         return rank_correlation(self.first, self.second)
 
     @property

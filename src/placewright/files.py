@@ -51,8 +51,8 @@ def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> 
 
 
 def check_new(path: str | Path, error: type[PlacewrightError]) -> None:
-    """Raises when a file cannot be made there, or one is there already; for what takes long to make,
-    before it is made."""
+    """Raises when a file cannot be made there, or one is there already: for what takes long to
+    make, before it is made."""
     target = Path(path)
     if target.exists():
         raise error(f"{path}: is there already; choose another name")

@@ -167,7 +167,7 @@ def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -
                 "--check",
                 "4",
                 "--plot",
-                "towers.json",
+                "--plot", "towers.json",
             ),
             "is there already",
         ),

@@ -116,6 +116,11 @@ def test_a_trace_has_the_ops_and_what_was_sent(runner: TensorFlowRunner, program
     ]
     assert set(products) <= known
     assert all(trace["ops"][name] > 0 for name in products)
+    assert {name: trace["devices"][name] for name in products} == {
+        name: device
+        for name, device in zip(program.graph.op_names, by_tower(program), strict=True)
+        if name in products
+    }
     # The inputs lie on one device and both towers read them.
     assert max(transfer["bytes"] for transfer in trace["transfers"]) == 32 * 128 * 4
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from placewright.search import Progress as SearchProgress
 
 RESULT_FILES = (
-    "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz", "report.html",
-    "run.json", "summary.json", "trace.json",
+    "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz",
+    "report.html", "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
 MethodOption = Annotated[

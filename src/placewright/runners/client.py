@@ -223,6 +223,8 @@ class Client:
     def _trace(self, session: Any, deadline: float, count: int) -> dict[str, Any]:
         """Medians over some traced steps: seconds of every op, and the transfers."""
         ops: dict[str, list[float]] = {}
+        ran_on: dict[str, int] = {}
+        number = {name: d for d, name in enumerate(self._devices)}
         transfers: dict[str, list[float]] = {}
         sizes: dict[str, int] = {}
         steps = []
@@ -241,12 +243,14 @@ class Client:
                         for output in node.output:
                             description = output.tensor_description.allocation_description
                             sizes[edge] = int(description.requested_bytes)
-                    elif name in self._number:
+                    elif name in self._number and stats.device in number:
+                        ran_on[name] = number[stats.device]
                         # From when the executor took it up to when its outputs were passed on.
                         nanos = node.all_end_rel_nanos or 1000 * node.all_end_rel_micros
                         ops.setdefault(name, []).append(nanos * 1e-9)
         return {
             "ops": {name: statistics.median(seconds) for name, seconds in ops.items()},
+            "devices": ran_on,
             "transfers": [
                 {"edge": edge, "bytes": sizes.get(edge, 0), "seconds": statistics.median(seconds)}
                 for edge, seconds in transfers.items()
