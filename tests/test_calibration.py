@@ -34,7 +34,7 @@ def problem() -> Problem:
 
 
 def test_a_correction_is_found_again(problem: Problem) -> None:
-    truth = Correction(ops=1.7, latency=0.8, overhead=0.5, overhead_bytes=0.7)
+    truth = Correction(ops=1.7, latency=0.8, bandwidth=0.5, overhead=0.5, overhead_bytes=0.7)
     placements = varied_placements(problem, 16)
     rows = np.stack([placement.devices for placement in placements])
     seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
@@ -143,6 +143,32 @@ def test_corrected_keeps_what_it_learnt(problem: Problem) -> None:
     steps = [[s] for s in seconds]
     assert fidelity(better.problem(problem), placements, steps).error < 0.03
     assert fidelity(base.problem(problem), placements, steps).error > 0.2
+
+
+def test_what_was_fitted_is_what_is_predicted(problem: Problem, tmp_path: Path) -> None:
+    # A trace that knows only every second op: the others are estimated.
+    traced = run(problem, 0.3, 1.0)
+    assert traced.trace is not None
+    for name in problem.graph.op_names[::2]:
+        del traced.trace["ops"][name], traced.trace["devices"][name]
+    base = Calibration(table=op_table(problem, {0: traced}), cluster=problem.cluster)
+    under = base.problem(problem)
+    placements = varied_placements(problem, 10)
+    rows = np.stack([placement.devices for placement in placements])
+    truth = Correction(ops=1.8, latency=1.3, bandwidth=0.4, overhead=0.4)
+    seconds = Simulator(truth.apply(under)).run(rows).step_seconds.tolist()
+    correction, _ = fit(under, placements, seconds)
+    assert correction.ops > 1.2
+    promised = Simulator(correction.apply(under)).run(rows).step_seconds
+    found = corrected(problem, base, placements, seconds)
+    assert np.array_equal(Simulator(found.problem(problem)).run(rows).step_seconds, promised)
+    # Also by way of a file.
+    found.save(tmp_path / "costs.json", problem.graph)
+    again = Calibration(
+        table=Costs.load(tmp_path / "costs.json", problem.graph),
+        cluster=calibrated_cluster(tmp_path / "costs.json", problem.cluster),
+    )
+    assert np.allclose(Simulator(again.problem(problem)).run(rows).step_seconds, promised)
 
 
 def test_varied_placements_are_distinct_and_allowed(problem: Problem) -> None:

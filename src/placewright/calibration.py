@@ -211,6 +211,7 @@ class Correction:
 
     ops: float = 1.0
     latency: float = 1.0
+    bandwidth: float = 1.0
     overhead: float = 0.0
     """Seconds of a busy core per transfer, as a share of the link's latency."""
     overhead_bytes: float = 0.0
@@ -229,6 +230,7 @@ class Correction:
         return dataclasses.replace(
             link,
             latency_seconds=link.latency_seconds * self.latency,
+            bandwidth=link.bandwidth * self.bandwidth,
             overhead_seconds=link.latency_seconds * self.overhead,
             overhead_bandwidth=link.bandwidth / share if share else math.inf,
         )
@@ -236,6 +238,9 @@ class Correction:
 
 _STARTS = ((0.0, 0.0), (0.3, 0.3), (1.0, 0.3), (3.0, 0.3), (1.0, 1.0))
 """Shares of overhead that the fit begins with: the best of these."""
+
+_FACTORS = ("ops", "latency", "bandwidth")
+"""What is multiplied; the rest are shares, which begin at nothing."""
 
 _STEPS = (1.6, 1.25, 1.1, 1.04)
 """Factors by which each setting is tried to be changed, coarse to fine."""
@@ -256,7 +261,7 @@ def fit(
     def error(correction: Correction) -> float:
         predicted = Simulator(correction.apply(problem)).run(rows).step_seconds
         # A whisper of regularisation: what the measurements do not say stays as it is.
-        drift = abs(math.log(correction.ops)) + abs(math.log(correction.latency))
+        drift = sum(abs(math.log(getattr(correction, name))) for name in _FACTORS)
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts.
@@ -274,9 +279,9 @@ def fit(
 
 
 def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:
-    for name in ("ops", "latency", "overhead", "overhead_bytes"):
+    for name in (*_FACTORS, "overhead", "overhead_bytes"):
         value = getattr(correction, name)
-        low, high = (0.05, 20.0) if name in ("ops", "latency") else (0.0, 40.0)
+        low, high = (0.05, 20.0) if name in _FACTORS else (0.0, 40.0)
         for changed in (value * factor, value / factor, 0.2 if value == 0.0 else value):
             if changed != value and low <= changed <= high:
                 yield dataclasses.replace(correction, **{name: changed})
@@ -378,10 +383,9 @@ def corrected(
     under = calibration.problem(problem)
     correction, _ = fit(under, placements, seconds)
     fitted = correction.apply(under)
-    table = dataclasses.replace(
-        calibration.table,
-        op_seconds=frozen(calibration.table.op_seconds * correction.ops),
-    )
+    # All of them: the factor was fitted to steps that are made of estimated ops as well.
+    source = np.where(np.isinf(fitted.costs.op_seconds), Source.NO_KERNEL, Source.TABLE)
+    table = dataclasses.replace(fitted.costs, source=frozen(source.astype(np.uint8)))
     return Calibration(table=table, cluster=fitted.cluster)
 
 

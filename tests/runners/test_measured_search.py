@@ -167,7 +167,7 @@ def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -
                 "--check",
                 "4",
                 "--plot",
-                "--plot", "towers.json",
+                "towers.json",
             ),
             "is there already",
         ),
