@@ -21,6 +21,7 @@ from placewright.measuring import Measuring, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, Remembering, _Refinement, refine
+from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import Run
 from placewright.search import Budget, search
 from placewright.simulator import Simulator
@@ -191,15 +192,15 @@ def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
     )
     assert began_with(tmp_path) == "measure"
     resume = str(tmp_path)
-    assert evaluation.choose(None, "m.pb", problem.cluster, resume, budget) == evaluation.MEASURE
+    assert evaluation.choose(None, "m.pb", problem.cluster, resume, budget, RunConfig()) == evaluation.MEASURE
     for wanted in (evaluation.SIMULATE, evaluation.BOTH):
         with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
-            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget)
+            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget, RunConfig())
     with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
         place(problem, trials=9, directory=tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(SearchError, match="does not say how it began"):
-        evaluation.choose(None, "m.pb", problem.cluster, resume, budget)
+        evaluation.choose(None, "m.pb", problem.cluster, resume, budget, RunConfig())
 
 
 def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path) -> None:

@@ -173,6 +173,18 @@ def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -
         ),
         (("place", "towers.pb", "-c", "cpu2", "--evaluate", "dream"), "expected simulate, measure"),
         (("place", "towers.pb", "-c", "k80x2", "--evaluate", "measure"), "cannot be measured"),
+        (
+            ("place", "towers.pb", "-c", "cpu2", "--evaluate", "measure", "--time-limit", "0"),
+            "time_limit_seconds must be positive",
+        ),
+        (
+            ("calibrate", "towers.pb", "-c", "cpu2", "-o", "c.json", "--address", "cpu:0=a:1"),
+            "no address for device cpu:1",
+        ),
+        (
+            ("place", "towers.pb", "-c", "k80x2", "--evaluate", "measure", "--address", "cpu:0=a:1"),
+            "no address for device gpu:0",
+        ),
     ],
 )
 def test_bad_requests_get_one_line(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placewright.cli import common
-from placewright.cli.evaluation import FeedsOption, require_here
+from placewright.cli.evaluation import (
+    AddressOption,
+    FeedsOption,
+    LimitMemoryOption,
+    TimeLimitOption,
+    require_here,
+    run_config,
+)
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
 from placewright.files import check_new, write_text
@@ -44,6 +51,9 @@ def calibrate(
     ] = None,
     seed: Annotated[int, typer.Option(help="For the placements that are measured.")] = 0,
     feeds: FeedsOption = None,
+    time_limit: TimeLimitOption = 120.0,
+    limit_memory: LimitMemoryOption = False,
+    address: AddressOption = None,
     group_by: common.GroupByOption = None,
     groups: common.GroupsOption = None,
     scale: common.ScaleOption = "paper",
@@ -73,8 +83,9 @@ def calibrate(
             check_new(path, CostsError)
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise MissingExtraError("a plot as HTML", "report")
+    config = run_config(address, time_limit, limit_memory)
     machine = Cluster.load(cluster)
-    require_here(machine)
+    require_here(machine, config)
     inputs = None if feeds is None else load_feeds(feeds)
     program = common.load_program(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
@@ -82,7 +93,7 @@ def calibrate(
     )
     facts: dict[str, Any] = {"model": program.graph.name, "cluster": machine.name}
     with (
-        TensorFlowRunner(program, machine, feeds=inputs) as runner,
+        TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
         common.status("calibrating ...") as say,
     ):
         if output is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from placewright.api import Result
     from placewright.frontends.tensorflow.program import Program
     from placewright.problem import Problem
+    from placewright.runners.config import RunConfig
     from placewright.runners.tensorflow import TensorFlowRunner
     from placewright.search import Budget
 
@@ -28,10 +29,42 @@ FeedsOption = Annotated[
         "--feeds", metavar="FILE", help="An .npz file with the inputs; made up when not given."
     ),
 ]
+TimeLimitOption = Annotated[
+    float, typer.Option("--time-limit", metavar="SECONDS", help="Most time for one real run.")
+]
+LimitMemoryOption = Annotated[
+    bool,
+    typer.Option("--limit-memory", help="Hold CPU devices to the memory the cluster says."),
+]
+AddressOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--address",
+        metavar="DEVICE=HOST:PORT",
+        help="A TensorFlow server already running; for each device.",
+    ),
+]
+
+
+def run_config(
+    address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any
+) -> RunConfig:
+    """The settings of real runs as the options say."""
+    from placewright.runners.config import RunConfig
+
+    addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
+    return RunConfig(
+        time_limit_seconds=time_limit, limit_memory=limit_memory, addresses=addresses, **more
+    )
 
 
 def choose(
-    wanted: str | None, model: str, cluster: Cluster, resume: str | None, budget: Budget
+    wanted: str | None,
+    model: str,
+    cluster: Cluster,
+    resume: str | None,
+    budget: Budget,
+    config: RunConfig,
 ) -> str:
     """What the user wants, or else what fits: real runs where there are devices to choose from.
 
@@ -53,19 +86,19 @@ def choose(
     if wanted is None:
         if budget.seconds is None:  # trials alone are mostly meant for the simulator
             return SIMULATE
-        here = cluster.num_devices > 1 and not why_not_here(cluster)
+        here = cluster.num_devices > 1 and (config.addresses or not why_not_here(cluster))
         runnable = Path(model).suffix != ".json" and has_tensorflow()
         return BOTH if here and runnable else SIMULATE
     if wanted != SIMULATE:
-        require_here(cluster)
+        require_here(cluster, config)
     return wanted
 
 
-def require_here(cluster: Cluster) -> None:
-    """Raises when the cluster's devices are not those of this machine."""
+def require_here(cluster: Cluster, config: RunConfig) -> None:
+    """Raises when the cluster's devices are neither those of this machine nor have addresses."""
     from placewright.runners.here import why_not_here
 
-    reason = why_not_here(cluster)
+    reason = "" if config.addresses else why_not_here(cluster)
     if reason:
         raise ClusterError(
             f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
@@ -99,7 +132,7 @@ def affordable(how: str, problem: Problem, budget: Budget) -> str:
 
 @contextmanager
 def devices(
-    how: str, program: Program | None, cluster: Cluster, feeds: str | None
+    how: str, program: Program | None, cluster: Cluster, config: RunConfig, feeds: str | None
 ) -> Iterator[TensorFlowRunner | None]:
     """The runner, where one is needed, started before the clock of the search is."""
     from placewright.runners.feeds import load_feeds
@@ -111,7 +144,7 @@ def devices(
         yield None
         return
     given = None if feeds is None else load_feeds(feeds)
-    with TensorFlowRunner(program, cluster, feeds=given) as runner:
+    with TensorFlowRunner(program, cluster, config, feeds=given) as runner:
         with common.status("starting the devices' processes ..."):
             runner.start()
         yield runner

@@ -9,7 +9,14 @@ import typer
 from rich.table import Table
 
 from placewright.cli import common
-from placewright.cli.evaluation import FeedsOption, require_here
+from placewright.cli.evaluation import (
+    AddressOption,
+    FeedsOption,
+    LimitMemoryOption,
+    TimeLimitOption,
+    require_here,
+    run_config,
+)
 from placewright.cli.simulate import load_placement
 from placewright.cluster import Cluster, preset_names
 
@@ -35,25 +42,15 @@ def measure(
     steps: Annotated[
         int, typer.Option(metavar="N", help="Steps to run; the first warms up and is not counted.")
     ] = 10,
-    time_limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Most time for the placement.")
-    ] = 120.0,
-    limit_memory: Annotated[
-        bool,
-        typer.Option("--limit-memory", help="Hold CPU devices to the memory the cluster says."),
-    ] = False,
+    time_limit: TimeLimitOption = 120.0,
+    limit_memory: LimitMemoryOption = False,
     optimize: Annotated[
         bool, typer.Option("--optimize", help="Let TensorFlow rewrite the graph first (Grappler).")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check that every op ran where the placement puts it.")
     ] = False,
-    address: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE=HOST:PORT", help="A TensorFlow server already running; for each device."
-        ),
-    ] = None,
+    address: AddressOption = None,
     group_by: common.GroupByOption = None,
     groups: common.GroupsOption = None,
     together: common.TogetherOption = None,
@@ -68,20 +65,17 @@ def measure(
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
-    from placewright.runners.config import RunConfig
     from placewright.runners.feeds import load_feeds
     from placewright.runners.tensorflow import TensorFlowRunner
 
     if (placement is None) == (device is None):
         raise common.UsageError("give either --placement FILE or --device NAME")
-    addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
-    config = RunConfig(
-        steps=steps, max_steps=max(steps, 40), time_limit_seconds=time_limit,
-        limit_memory=limit_memory, optimize=optimize, check=check, addresses=addresses,
+    config = run_config(
+        address, time_limit, limit_memory, steps=steps, max_steps=max(steps, 40),
+        optimize=optimize, check=check,
     )  # fmt: skip
     machine = Cluster.load(cluster)
-    if not addresses:
-        require_here(machine)
+    require_here(machine, config)
     inputs = None if feeds is None else load_feeds(feeds)
     program = common.load_program(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(

@@ -111,6 +111,9 @@ def place(
         ),
     ] = None,
     feeds: FeedsOption = None,
+    time_limit: evaluation.TimeLimitOption = 120.0,
+    limit_memory: evaluation.LimitMemoryOption = False,
+    address: evaluation.AddressOption = None,
     scale: common.ScaleOption = "paper",
     batch: common.BatchOption = None,
     dim: common.DimOption = None,
@@ -129,7 +132,8 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
-    how = evaluation.choose(evaluate, model, machine, resume, limits)
+    real = evaluation.run_config(address, time_limit, limit_memory)
+    how = evaluation.choose(evaluate, model, machine, resume, limits, real)
     program = None
     if how == evaluation.SIMULATE:
         graph = common.load_graph(model, scale, batch, dim, signature, fetch)
@@ -143,7 +147,7 @@ def place(
     if evaluate is None and resume is None and how != evaluation.SIMULATE:
         how = evaluation.affordable(how, problem, limits)
     with (
-        evaluation.devices(how, program, machine, feeds) as runner,
+        evaluation.devices(how, program, machine, real, feeds) as runner,
         stop_on_interrupt() as stopped,
         _progress(limits) as observe,
     ):
