@@ -396,6 +396,32 @@ def test_a_port_that_is_taken(program: Program, monkeypatch: pytest.MonkeyPatch)
             assert not any(gone(pid) for pid in ours.pids)
 
 
+def test_what_others_keep_on_their_servers_stays(program: Program) -> None:
+    ports = free_ports(2)
+    quick = RunConfig(steps=3, max_steps=3)
+    graph = tf.Graph()
+    with graph.as_default():
+        # Of the same name as one of the program's.
+        mine = tf.compat.v1.get_variable("left/kernel", [], use_resource=True)
+        put, got = mine.assign(7.0).op, mine.read_value()
+    target = f"grpc://127.0.0.1:{ports[0]}"
+    with TensorFlowRunner(
+        program, CPU2, dataclasses.replace(quick, ports=tuple(ports))
+    ) as servers:
+        servers.start()
+        with tf.compat.v1.Session(target, graph=graph) as session:
+            session.run(put)
+        addresses = {f"cpu:{number}": f"127.0.0.1:{ports[number]}" for number in range(2)}
+        with TensorFlowRunner(
+            program, CPU2, dataclasses.replace(quick, addresses=addresses)
+        ) as guest:
+            assert guest.measure(runs_on(program)).measurement.ok
+            guest.restart_client()  # which clears what the one before left
+            assert guest.measure(runs_on(program)).measurement.ok
+        with tf.compat.v1.Session(target, graph=graph) as session:
+            assert session.run(got) == 7.0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     script = textwrap.dedent(

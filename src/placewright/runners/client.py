@@ -20,6 +20,9 @@ from placewright.runners.processes import read_all, serve
 _LOST = ("UnavailableError", "AbortedError", "CancelledError")
 """Errors that say that a device's process is gone, not that the placement is wrong."""
 
+_CONTAINER = "placewright"
+"""Resource container of the variables: servers that are not ours hold others, of other people."""
+
 _HISTORY = re.compile(r"Graph execution error|Detected at node|Node: |From /job|\d+ root error")
 """Lines of TensorFlow's error messages that do not say what is wrong."""
 
@@ -40,6 +43,9 @@ class Client:
             feeds = {name: file[name] for name in file.files}
         graph_def = self._v1.GraphDef.FromString(read_all(greeting["graph_def"]))
         _fix_inputs(tf, graph_def, feeds)
+        for node in graph_def.node:
+            if "container" in node.attr:
+                node.attr["container"].s = _CONTAINER.encode()
         with self._graph.as_default():
             tf.graph_util.import_graph_def(graph_def, name="")
         by_name = {op.name: op for op in self._graph.get_operations()}
@@ -72,7 +78,7 @@ class Client:
         return config
 
     def _reset(self) -> None:
-        self._v1.Session.reset(self._target)
+        self._v1.Session.reset(self._target, [_CONTAINER])
         self._initialized.clear()
 
     def place(self, devices: Sequence[int]) -> None:
