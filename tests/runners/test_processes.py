@@ -62,3 +62,20 @@ def test_a_child_whose_start_is_interrupted_is_not_left_behind(
     if pid_file.exists():  # it may have been ended before it began
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid_file.read_text()), 0)
+
+
+def test_nothing_is_imported_from_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "polite.py").write_text(
+        "from placewright.runners.processes import serve\nserve(lambda request: request)\n"
+    )
+    (tmp_path / "json.py").write_text("raise SystemExit('not the json you are looking for')\n")
+    monkeypatch.chdir(tmp_path)
+    path = f"{tmp_path / 'modules'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    child = Child("polite", {"hello": 1}, seconds=10.0, environment={"PYTHONPATH": path})
+    try:
+        assert child.receive(30.0) == {"hello": 1}, child.last_words()
+    finally:
+        child.kill()

@@ -52,7 +52,8 @@ class Child:
                 opened[-1].flush()
                 descriptors[key] = opened[-1].fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), str(child_answers)],
+                # -P: what lies in the directory we happen to be in is not to be imported.
+                [sys.executable, "-P", "-m", module, str(os.getpid()), str(child_answers)],
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 stdout=self._log,
