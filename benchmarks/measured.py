@@ -104,14 +104,19 @@ def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tu
     without starting the servers anew (a process that imports the graph, and a new session)."""
     placements = varied_placements(problem, 4, seed=7)
     devices = [p.devices[problem.grouping.group_of] for p in placements]
-    ours = [runner.measure(row).overhead_seconds for row in devices]
-    naive = []
-    for row in devices:
-        runner.restart_client()
+
+    def seconds(row: Any, anew: bool) -> float:
+        if anew:
+            runner.restart_client()
         began = time.monotonic()
-        run_ = runner.measure(row)
-        naive.append(time.monotonic() - began - sum(run_.measurement.step_seconds))
-    return statistics.median(ours), statistics.median(naive)
+        steps = runner.measure(row).measurement.step_seconds
+        return time.monotonic() - began - sum(steps)
+
+    runner.measure(devices[0])  # so that the processes run
+    return (
+        statistics.median(seconds(row, anew=False) for row in devices),
+        statistics.median(seconds(row, anew=True) for row in devices),
+    )
 
 
 def answers_table(rows: Sequence[dict[str, Any]]) -> str:
