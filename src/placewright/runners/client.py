@@ -43,10 +43,7 @@ class Client:
             feeds = {name: file[name] for name in file.files}
         graph_def = self._v1.GraphDef.FromString(read_all(greeting["graph_def"]))
         _fix_inputs(tf, graph_def, feeds)
-        for node in graph_def.node:
-            if "container" in node.attr:
-                node.attr["container"].s = _CONTAINER.encode()
-        with self._graph.as_default():
+        with self._graph.as_default(), self._graph.container(_CONTAINER):
             tf.graph_util.import_graph_def(graph_def, name="")
         by_name = {op.name: op for op in self._graph.get_operations()}
         self._ops = [by_name[name] for name in greeting["ops"]]
