@@ -301,6 +301,58 @@ def test_no_kernel_and_not_a_number_are_outcomes() -> None:
     assert "\n" not in run.measurement.reason
 
 
+def test_variables_that_run_away_over_many_placements_begin_anew() -> None:
+    def build() -> None:
+        x = tf.compat.v1.placeholder(tf.float32, [4], name="x")
+        growing = tf.compat.v1.get_variable(
+            "growing", [1000], initializer=tf.compat.v1.ones_initializer(), use_resource=True
+        )
+        # Ten times as large after every step: infinite after four placements, but not after one.
+        step = growing.assign(growing * 10.0)
+        with tf.control_dependencies([step]):
+            tf.add(tf.reduce_sum(growing.read_value()), 0.0 * tf.reduce_sum(x), name="sum")
+        wild = growing.read_value() * 1e38
+        tf.add(tf.reduce_sum(wild * 1e38), 0.0 * tf.reduce_sum(x), name="always")
+
+    config = RunConfig(steps=10, max_steps=10)
+    with TensorFlowRunner(small(build, ["sum:0"]), CPU2, config) as runner:
+        for number in range(12):
+            # The same again and again, and both devices by turns.
+            devices = runs_on(runner.program, 0 if number < 6 else number % 2)
+            measurement = runner.measure(devices).measurement
+            assert measurement.ok, (number, measurement.reason)
+            unused = measurement.peak_bytes[1 - devices[0]]
+            assert unused == 0  # though the other device keeps its copy
+        assert runner.restarts == 0
+    # One that does so with new variables too has failed.
+    with TensorFlowRunner(small(build, ["always:0"]), CPU2, config) as runner:
+        for _ in range(2):
+            measurement = runner.measure(runs_on(runner.program)).measurement
+            assert measurement.outcome is Outcome.FAILED
+            assert "infinity in 'always:0'" in measurement.reason
+
+
+def test_what_failed_runs_left_behind_is_not_counted() -> None:
+    def build() -> None:
+        x = tf.compat.v1.placeholder(tf.float32, [1000], name="x")
+        big = tf.compat.v1.get_variable("big", [1000, 1000], use_resource=True)
+        tf.reduce_sum(tf.linalg.matvec(big, x), name="sum")
+        tf.multiply(x, 2.0, name="other")
+
+    config = RunConfig(steps=3, max_steps=3)
+    with TensorFlowRunner(small(build, ["sum:0", "other:0"]), CPU2, config) as runner:
+        mostly_left = [int(name == "other") for name in runner.program.graph.op_names]
+        assert runner.measure(mostly_left).measurement.peak_bytes[1] < 1e6
+        assert runner.measure(runs_on(runner.program, 1)).measurement.ok
+        runner.config = dataclasses.replace(config, time_limit_seconds=1e-3)
+        assert not runner.measure(runs_on(runner.program, 1)).measurement.ok
+        runner.config = config
+        again = runner.measure(mostly_left).measurement
+        assert again.ok
+        assert runner.restarts == 0
+        assert again.peak_bytes[1] < 1e6  # the copy of 4 MB is of the placements before
+
+
 def test_more_than_a_devices_memory(program: Program) -> None:
     def build() -> None:
         big = tf.random.normal([8000, 1000], name="big")

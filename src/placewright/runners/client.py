@@ -60,8 +60,11 @@ class Client:
         self._placed: list[int] = []
         self._initialized: set[tuple[str, int]] = set()
         """(variable, device): servers keep variables when a session is closed."""
-        if self._target:
-            self._reset()  # what an earlier client left on servers that are not ours
+        self._resident: set[tuple[str, int]] = set()
+        """Those that take memory there, also where what they hold is not to be relied on."""
+        self._stepped = False
+        """Whether steps have changed the variables since they were all new."""
+        self._reset()  # what an earlier client left on the servers
 
     def config(self) -> Any:
         config = self._v1.ConfigProto(
@@ -75,8 +78,12 @@ class Client:
         return config
 
     def _reset(self) -> None:
-        self._v1.Session.reset(self._target, [_CONTAINER])
+        if self._target:
+            self._v1.Session.reset(self._target, [_CONTAINER])
+        # Without servers they end with their session.
         self._initialized.clear()
+        self._resident.clear()
+        self._stepped = False
 
     def place(self, devices: Sequence[int]) -> None:
         """Puts ops where they belong, those that are not there yet."""
@@ -93,32 +100,33 @@ class Client:
 
     def measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Times a placement; what goes wrong on the way is the answer."""
+        deadline = time.monotonic() + request["seconds"]
         try:
-            answer = self._measure(request)
-            if answer.pop("retry", False):
+            if not self._target or self._settings["limit_memory"]:
+                self._reset()  # variables of other placements would count
+            stepped = self._stepped
+            answer = self._measure(request, deadline)
+            if stepped and answer["outcome"] == "not a number":
                 # Variables that were trained for many placements on random inputs may have run
                 # away; that says nothing about this placement.
                 self._reset()
-                answer = self._measure(request)
-                answer.pop("retry", None)
+                answer = self._measure(request, deadline)
+            if answer["outcome"] == "not a number":
+                answer["outcome"] = "failed"
             return answer
         except (self._tf.errors.OpError, ValueError, TypeError) as error:
             # Variables may be half initialised.
             self._initialized.clear()
             return _failure(error)
 
-    def _measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure(self, request: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         began = time.monotonic()
-        deadline = began + request["seconds"]
-        if self._settings["limit_memory"] and self._target:
-            self._reset()  # variables of other placements would count
         self.place(request["devices"])
-        if not self._target:
-            self._initialized.clear()  # they end with the session
         with self._v1.Session(self._target, graph=self._graph, config=self.config()) as session:
             self._initialize(session, request["devices"], deadline)
             answer: dict[str, Any] = {"outcome": "ok"}
             metadata = self._v1.RunMetadata()
+            self._stepped = True
             result = self._run(session, deadline, metadata, partitions=request["check"])
             if request["check"]:
                 answer["misplaced"] = self._misplaced(metadata, request["devices"])
@@ -132,12 +140,7 @@ class Client:
             stepped = time.monotonic() - warm
             bad = self._not_a_number(result)
             if bad:
-                fresh = len(self._initialized) == len(self._initializers)
-                return {
-                    "outcome": "failed",
-                    "reason": f"the step returned {bad}",
-                    "retry": bool(self._target) and not fresh,
-                }
+                return {"outcome": "not a number", "reason": f"the step returned {bad}"}
             answer["step_seconds"] = seconds
             if request["traces"]:
                 answer["trace"] = self._trace(session, deadline, request["traces"])
@@ -162,6 +165,7 @@ class Client:
         ]
         if missing:
             options = self._options(deadline)
+            self._resident.update(missing)
             session.run([self._initializers[variable] for variable, _ in missing], options=options)
             self._initialized.update(missing)
 
@@ -219,7 +223,7 @@ class Client:
             device = devices[self._number[variable]]
             placed[device] += size
             for d in range(len(self._devices)):
-                if d != device and (variable, d) in self._initialized:
+                if d != device and (variable, d) in self._resident:
                     peaks[d] -= size
         return [max(peak, least) for peak, least in zip(peaks, placed, strict=True)]
 
