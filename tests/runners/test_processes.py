@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from placewright.runners.processes import Child
+from placewright.runners.processes import Child, Load, busy_seconds
 
 BIG = {"big": "x" * (1 << 20)}
 """Far more than a pipe holds."""
@@ -79,3 +81,22 @@ def test_nothing_is_imported_from_the_current_directory(
         assert child.receive(30.0) == {"hello": 1}, child.last_words()
     finally:
         child.kill()
+
+
+def test_load_of_others_is_told_from_our_own() -> None:
+    stat = "cpu  9 9 9 9\ncpu0 100 20 30 999 999 1 2 3 7 7\ncpu1 400 0 0 9 9 0 0 0 0 0\nintr 5\n"
+    tick = os.sysconf("SC_CLK_TCK")
+    assert busy_seconds(stat, {0}) == pytest.approx(156 / tick)
+    assert busy_seconds(stat, {0, 1}) == pytest.approx(556 / tick)
+    burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        theirs, ours = Load([]), Load([burner.pid])
+        time.sleep(2.0)
+        with_it, without = theirs.share(), ours.share()
+    finally:
+        burner.kill()
+        burner.wait()
+    assert with_it is not None
+    assert without is not None
+    assert with_it > without + 0.1  # whatever else runs here is in both
+    assert Load([burner.pid]).share() is None  # it is gone

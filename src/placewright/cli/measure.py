@@ -107,6 +107,7 @@ def _facts(model: str, cluster: Cluster, run: Run) -> dict[str, Any]:
         "half_width_seconds": measurement.half_width_seconds,
         "steps": list(measurement.step_seconds),
         "overhead_seconds": run.overhead_seconds,
+        "foreign_load": run.foreign_load,
         "devices": [
             {"name": name, "peak_bytes": peak}
             for name, peak in zip(cluster.device_names, measurement.peak_bytes, strict=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1
@@ -180,6 +182,47 @@ def read_all(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
+
+
+def busy_seconds(text: str, cores: Collection[int]) -> float:
+    """How long these cores have computed for anybody, by the text of /proc/stat."""
+    ticks = 0
+    for line in text.splitlines():
+        name, *numbers = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
+            user, nice, system, _idle, _waiting, *rest = (int(number) for number in numbers[:8])
+            ticks += user + nice + system + sum(rest)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class Load:
+    """How much of the cores others take from now on: not these processes."""
+
+    def __init__(self, pids: Collection[int]) -> None:
+        self._pids = pids
+        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self._started = time.monotonic()
+        self._before = self._others()
+
+    def _others(self) -> float:
+        try:
+            busy = busy_seconds(Path("/proc/stat").read_text(encoding="utf-8"), self._cores)
+            for pid in self._pids:
+                fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+                user, system = fields.split()[11:13]
+                busy -= (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            return busy
+        except (OSError, ValueError):  # not Linux, or one of them is gone
+            return math.nan
+
+    def share(self) -> float | None:
+        """0.5 when half of them; None where it cannot be known, or the time was too short for the
+        ticks in which the system counts."""
+        seconds = time.monotonic() - self._started
+        taken = self._others() - self._before
+        if seconds < 0.5 or math.isnan(taken):
+            return None
+        return max(0.0, taken / (seconds * len(self._cores)))
 
 
 def free_ports(count: int) -> list[int]:

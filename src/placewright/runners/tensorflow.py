@@ -22,7 +22,7 @@ from placewright.errors import MissingExtraError, WorkerError
 from placewright.measurement import Measurement, Outcome
 from placewright.runners.config import RunConfig
 from placewright.runners.feeds import Array, make_feeds
-from placewright.runners.processes import Child, free_ports
+from placewright.runners.processes import Child, Load, free_ports
 
 if TYPE_CHECKING:
     from placewright.frontends.tensorflow.program import Program
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _PING_SECONDS = 3.0
 """How long a device's process may take to answer before it is taken for hung."""
+
+_MOST_FOREIGN_LOAD = 0.1
+"""More than this is worth a warning."""
 
 _ATTEMPTS = 3
 """Starts before giving up: a port that was free can be taken a moment later."""
@@ -47,6 +50,8 @@ class Run:
     """Seconds of each op and transfer, where traces were asked for."""
     overhead_seconds: float = 0.0
     """What the run took beyond its timed steps."""
+    foreign_load: float | None = None
+    """Share of the cores that other processes took meanwhile, where that can be known."""
 
 
 class TensorFlowRunner:
@@ -75,6 +80,7 @@ class TensorFlowRunner:
         self._workers: list[Child] = []
         self._client: Child | None = None
         self._target = ""
+        self._warned = False
         self.restarts = 0
         """How often the processes had to be replaced."""
         self._addresses_of_others = _addresses(cluster, self.config)
@@ -151,6 +157,7 @@ class TensorFlowRunner:
             self.start()
         assert self._client is not None
         kills = _memory_kills()
+        load = Load(self.pids)
         limit = self.config.time_limit_seconds
         request = {
             "devices": numbers,
@@ -167,6 +174,13 @@ class TensorFlowRunner:
         except BaseException:  # Ctrl-C: what runs is not what was asked for any more
             self.close()
             raise
+        foreign_load = load.share()
+        if (foreign_load or 0.0) > _MOST_FOREIGN_LOAD and not self._warned:
+            self._warned = True
+            logger.warning(
+                "other processes took %.0f%% of the cores during a run: measure on an idle machine",
+                100 * (foreign_load or 0.0),
+            )
         if answer["outcome"] == "lost":
             answer = self._why_lost(answer, kills)
         if answer["outcome"] == "timed out" and not answer.get("broken"):
@@ -190,6 +204,7 @@ class TensorFlowRunner:
             misplaced=None if misplaced is None else tuple(misplaced),
             trace=answer.get("trace"),
             overhead_seconds=answer.get("overhead_seconds", 0.0),
+            foreign_load=foreign_load,
         )
 
     def _replace(self) -> None:
