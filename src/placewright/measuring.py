@@ -112,6 +112,7 @@ class Measuring:
         for trial in journal.trials if journal is not None else ():
             self._count(trial)
         self.progress.resumed = self.progress.trials
+        self._earlier_seconds = max((trial.at_seconds for trial in self.trials), default=0.0)
 
     def _count(self, trial: Trial) -> None:
         self.trials.append(trial)
@@ -194,7 +195,7 @@ class Measuring:
             measurement=run.measurement,
             placer=self.found_by.setdefault(placement, placer),
             seed=self.seed,
-            at_seconds=self.progress.elapsed_seconds,
+            at_seconds=self._earlier_seconds + self.progress.elapsed_seconds,
         )
         self.append([trial])
         self.progress.placer = trial.placer
@@ -244,12 +245,12 @@ class Measuring:
         good = [p for p in self.samples if self.pooled(p).ok]
         return sorted(good, key=lambda p: self.pooled(p).mean_seconds)[:count]
 
-    def _best_references(self) -> dict[Placement, str]:
+    def _best_references(self) -> dict[str, Placement]:
         best = {}
         for name in REFERENCES:
             tried = [p for p in self.references[name] if p in self.samples and self.pooled(p).ok]
             if tried:
-                best[min(tried, key=lambda p: self.pooled(p).mean_seconds)] = name
+                best[name] = min(tried, key=lambda p: self.pooled(p).mean_seconds)
         return best
 
     def final(self) -> None:
@@ -260,10 +261,10 @@ class Measuring:
             return None if run is None else run.measurement
 
         best = self.best_placements(self._final_config.finalists)
-        finalists = list(dict.fromkeys([*best, *self._best_references()]))
+        finalists = list(dict.fromkeys([*best, *self._best_references().values()]))
         if finalists:
-            rounds = min(self._final_config.final_rounds, self.runs_left // len(finalists))
-            self.finals = in_rounds(finalists, measure, int(rounds), seed=self.seed)
+            rounds = int(min(self._final_config.final_rounds, self.runs_left / len(finalists)))
+            self.finals = in_rounds(finalists, measure, rounds, seed=self.seed)
 
     def result(self) -> Result:
         pooled = {
@@ -282,7 +283,7 @@ class Measuring:
         best = min(good, key=lambda t: t.measurement.mean_seconds, default=None)
         comparisons = [
             self.finals.compare(best.placement, placement, name)
-            for placement, name in self._best_references().items()
+            for name, placement in self._best_references().items()
             if best is not None and placement != best.placement and placement in self.finals.means
         ]
         return Result(
