@@ -12,6 +12,7 @@ with the table.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
 import sys
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator import cpu_name, merge_csv
+from placewright import calibration
 from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.api import run
-from placewright.calibration import Fidelity, calibrate, fidelity, in_turns, varied_placements
+from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster
 from placewright.frontends import load_program
 from placewright.placement import Placement
@@ -51,28 +53,31 @@ def check(model: str, cluster: str, count: int) -> list[dict[str, Any]]:
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
     with TensorFlowRunner(program, problem.cluster) as runner:
-        found = calibrate(problem, runner, varied_placements(problem, FIT))
+        fitted_to = varied_placements(problem, FIT)
+        found = calibration.calibrate(problem, runner, fitted_to)
         problem = found.problem(problem)
-        kinds = fresh(problem, count)
-        steps = in_turns(problem, runner, list(kinds))
-    result = fidelity(problem, list(steps), list(steps.values()))
+        singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+        kinds = fresh(problem, count, [*fitted_to, *singles])
+        assert len(kinds) >= count, f"{len(kinds)} placements, not {count}"
+        ran, result = calibration.check(problem, runner, list(kinds))
     return [
         {
             "model": model,
             "kind": kinds[placement],
             "predicted_seconds": predicted,
-            "measured_seconds": measured,
             "first_seconds": first,
             "second_seconds": second,
+            "raw_seconds": raw,
         }
-        for placement, predicted, measured, first, second in zip(
-            steps, result.predicted, result.measured, result.first, result.second, strict=True
+        for placement, predicted, first, second, raw in zip(
+            ran, result.predicted, result.first, result.second, result.raw, strict=True
         )
     ]
 
 
-def fresh(problem: Problem, count: int) -> dict[Placement, str]:
-    """Placements of all kinds, none of which the calibration has seen (but for single devices)."""
+def fresh(problem: Problem, count: int, seen: Sequence[Placement]) -> dict[Placement, str]:
+    """Placements of all kinds, none of which the calibration has seen."""
+    known = {placement.devices.tobytes() for placement in seen}
     found: dict[Placement, str] = {}
     for name in registry.installed(CLASSICAL)[0]:
         (placer,) = registry.make([name], problem)
@@ -80,28 +85,39 @@ def fresh(problem: Problem, count: int) -> dict[Placement, str]:
             found.setdefault(placement, name)
     best = run(problem, ["local-search"], Budget(seconds=10.0))
     found.setdefault(best.placement, "best")
-    for placement in varied_placements(problem, max(0, count - len(found)), seed=1_000_003):
-        found.setdefault(placement, "varied")
-    return found
+    found = {p: kind for p, kind in found.items() if p.devices.tobytes() not in known}
+    others = varied_placements(
+        problem, max(0, count - len(found)), seed=1_000_003, without=[*seen, *found]
+    )
+    return found | dict.fromkeys(others, "varied")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| model | placements | mean absolute error | Spearman | of the measurement with itself |",
-        "|---|---:|---:|---:|---:|",
+        "| model | kind | placements | mean absolute error | not scaled | Spearman | "
+        "of the fastest half | of the measurement with itself |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         result = Fidelity(
             **{
                 name: tuple(float(row[f"{name}_seconds"]) for row in mine)
-                for name in ("predicted", "measured", "first", "second")
+                for name in ("predicted", "first", "second", "raw")
             }
         )
-        lines.append(
-            f"| {model} | {len(result.measured)} | {result.error:.1%} | {result.spearman:.3f} "
-            f"| {result.halves:.3f} |"
-        )
+        kinds = {"all": list(range(len(mine)))}
+        for name, chosen in (("varied", True), ("proposed by a method", False)):
+            kinds[name] = [n for n, row in enumerate(mine) if (row["kind"] == "varied") == chosen]
+        for name, numbers in kinds.items():
+            part = result.of(numbers)
+            if numbers:
+                raw = dataclasses.replace(part, first=part.raw, second=part.raw)
+                lines.append(
+                    f"| {model} | {name} | {len(numbers)} | {part.error:.1%} | {raw.error:.1%} "
+                    f"| {part.spearman:.3f} | {part.fastest_half.spearman:.3f} "
+                    f"| {part.repeated:.3f} |"
+                )
     return "\n".join(lines)
 
 
@@ -114,7 +130,8 @@ def write(rows: Sequence[dict[str, Any]], load: float) -> None:
 {table(rows)}
 
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
-{FIT} placements and checked on others. Made by `{command}` with version {VERSION}, Python
+{FIT} placements and checked on others, in two passes. Times are scaled by how fast a reference was
+just then, but for the column that says so. Made by `{command}` with version {VERSION}, Python
 {platform.python_version()}, on {cpu_name()}, {os.cpu_count()} cores; other load at the start:
 {load:.1f}.
 """

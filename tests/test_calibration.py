@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,9 @@ from placewright.calibration import (
     Calibration,
     Correction,
     calibrated_cluster,
+    Fidelity,
+    Timed,
+    check,
     corrected,
     fidelity,
     fit,
@@ -22,6 +28,7 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs, Source
 from placewright.errors import CostsError
 from placewright.measurement import Measurement, Outcome
+from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.runners.tensorflow import Run
 from placewright.simulator import Simulator
@@ -33,6 +40,15 @@ def problem() -> Problem:
     return make_problem(layered_graph(300, 8), Cluster.load("cpu2"), target_groups=40)
 
 
+def judged(problem: Problem, placements: list[Placement], seconds: Sequence[float]) -> Fidelity:
+    """Against times that are the same in both passes."""
+    steps = {
+        placement: Timed(steps=[float(each)], factor=1.0)
+        for placement, each in zip(placements, seconds, strict=True)
+    }
+    return fidelity(problem, steps, steps)[1]
+
+
 def test_a_correction_is_found_again(problem: Problem) -> None:
     truth = Correction(ops=1.7, latency=0.8, bandwidth=0.5, overhead=0.5, overhead_bytes=0.7)
     placements = varied_placements(problem, 16)
@@ -40,19 +56,14 @@ def test_a_correction_is_found_again(problem: Problem) -> None:
     seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
     found, _ = fit(problem, placements, seconds)
     fresh = varied_placements(problem, 12, seed=5)
-    result = fidelity(
+    result = judged(
         found.apply(problem),
         fresh,
-        [
-            [s]
-            for s in Simulator(truth.apply(problem))
-            .run(np.stack([p.devices for p in fresh]))
-            .step_seconds
-        ],
+        Simulator(truth.apply(problem)).run(np.stack([p.devices for p in fresh])).step_seconds,
     )
     assert result.error < 0.03
     assert result.spearman > 0.98
-    before = fidelity(problem, fresh, [[s] for s in result.measured])
+    before = judged(problem, fresh, result.measured)
     assert before.error > 0.2
 
 
@@ -140,9 +151,8 @@ def test_corrected_keeps_what_it_learnt(problem: Problem) -> None:
     rows = np.stack([placement.devices for placement in placements])
     seconds = Simulator(under).run(rows).step_seconds.tolist()
     better = corrected(problem, base, placements, seconds)
-    steps = [[s] for s in seconds]
-    assert fidelity(better.problem(problem), placements, steps).error < 0.03
-    assert fidelity(base.problem(problem), placements, steps).error > 0.2
+    assert judged(better.problem(problem), placements, seconds).error < 0.03
+    assert judged(base.problem(problem), placements, seconds).error > 0.2
 
 
 def test_what_was_fitted_is_what_is_predicted(problem: Problem, tmp_path: Path) -> None:
@@ -183,3 +193,31 @@ def test_rank_correlation() -> None:
     assert rank_correlation([1, 1, 2], [3, 3, 9]) == pytest.approx(1.0)
     assert math.isnan(rank_correlation([1, 1], [1, 2]))
     assert math.isnan(rank_correlation([1], [1]))
+
+
+def test_the_noise_is_that_between_two_passes(problem: Problem) -> None:
+    placements = varied_placements(problem, 6)
+    group_of = problem.grouping.group_of
+    calls: list[bytes] = []
+
+    def measure(devices: Any) -> Run:
+        # Every run has steps that are all alike, but no two runs of a placement are.
+        calls.append(devices.tobytes())
+        number = [p.devices[group_of].tobytes() for p in placements].index(calls[-1])
+        seconds = 1.0 + (number if len(calls) <= 9 else 5 - number)
+        return Run(measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds,) * 4))
+
+    ran, result = check(problem, SimpleNamespace(measure=measure), placements)  # type: ignore[arg-type]
+    assert ran == placements
+    assert len(calls) == 18  # twice six, with three references between each
+    assert len(result.fastest_half.predicted) == 3
+    assert result.repeated < 0.0
+    assert len(result.raw) == 6
+
+
+def test_fresh_placements_are_none_that_were_fitted(problem: Problem) -> None:
+    under = Correction(ops=2.0).apply(problem)
+    fitted = varied_placements(problem, 12)
+    fresh = varied_placements(under, 12, without=fitted)  # of the same seed
+    assert len(fresh) == 12
+    assert not {p.devices.tobytes() for p in fresh} & {p.devices.tobytes() for p in fitted}

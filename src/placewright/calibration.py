@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -325,8 +325,8 @@ def calibrate(
         everything_on(problem, device): list(run.measurement.step_seconds)
         for device, run in traced.items()
     }
-    for placement, steps in in_turns(problem, runner, placements).items():
-        truth.setdefault(placement, []).extend(steps)
+    for placement, timed in in_turns(problem, runner, placements).items():
+        truth.setdefault(placement, []).extend(timed.factor * step for step in timed.steps)
     seconds = [float(np.median(steps)) for steps in truth.values()]
     return corrected(problem, found, list(truth), seconds)
 
@@ -335,10 +335,28 @@ _TURN = 3
 """Placements between two runs of the reference."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """The steps of a placement."""
+
+    steps: Sequence[float]
+    factor: float
+    """How fast the machine usually was, against just then."""
+
+    @property
+    def raw_seconds(self) -> float:
+        return float(np.median(self.steps))
+
+    @property
+    def seconds(self) -> float:
+        """As if the machine had been as fast as usual."""
+        return self.factor * self.raw_seconds
+
+
 def in_turns(
     problem: Problem, runner: TensorFlowRunner, placements: Sequence[Placement]
-) -> dict[Placement, list[float]]:
-    """Step times of the placements that run, as if the machine had been equally fast all the time.
+) -> dict[Placement, Timed]:
+    """Times the placements, those that run.
 
     A machine drifts by 20% and more, by its temperature and by what else it does. So a reference is
     run in between, and the times are scaled by how fast that was just then. It uses all devices:
@@ -364,12 +382,12 @@ def in_turns(
         turns.append(turn)
         speeds.append(speed())
     usual = float(np.nanmedian(speeds)) if not np.isnan(speeds).all() else 1.0
-    result: dict[Placement, list[float]] = {}
+    result: dict[Placement, Timed] = {}
     for number, turn in enumerate(turns):
         around = [s for s in speeds[number : number + 2] if not math.isnan(s)]
         factor = usual / float(np.mean(around)) if around else 1.0
         for placement, steps in turn.items():
-            result[placement] = [factor * seconds for seconds in steps]
+            result[placement] = Timed(steps=steps, factor=factor)
     return result
 
 
@@ -389,9 +407,12 @@ def corrected(
     return Calibration(table=table, cluster=fitted.cluster)
 
 
-def varied_placements(problem: Problem, count: int, seed: int = 0) -> list[Placement]:
+def varied_placements(
+    problem: Problem, count: int, seed: int = 0, *, without: Iterable[Placement] = ()
+) -> list[Placement]:
     """Different kinds of placements, by turns: random, cut once in graph order, cut several times,
-    and cut with a few groups moved."""
+    and cut with a few groups moved. None of those in `without`, under whatever costs these are."""
+    known = {placement.devices.tobytes() for placement in without}
     rng = np.random.default_rng(seed)
     groups, devices = problem.num_groups, problem.num_devices
     first = np.full(groups, problem.graph.num_ops)
@@ -413,7 +434,9 @@ def varied_placements(problem: Problem, count: int, seed: int = 0) -> list[Place
             chosen[moved] = rng.integers(0, devices, len(moved))
         allowed = problem.allowed[np.arange(groups), chosen]
         chosen = np.where(allowed, chosen, problem.allowed.argmax(axis=1))
-        found[Placement.of(problem, chosen.astype(np.int32))] = None
+        placement = Placement.of(problem, chosen.astype(np.int32))
+        if placement.devices.tobytes() not in known:
+            found[placement] = None
     return list(found)
 
 
@@ -432,11 +455,31 @@ class Fidelity:
     """Prediction against reality."""
 
     predicted: tuple[float, ...]
-    measured: tuple[float, ...]
     first: tuple[float, ...]
-    """Measured, of every other step alone."""
+    """As measured in a first pass over all placements."""
     second: tuple[float, ...]
-    """Of the rest."""
+    """And in another one after it."""
+    raw: tuple[float, ...]
+    """The mean of both as they were, not scaled by how fast the machine was just then."""
+
+    @property
+    def measured(self) -> tuple[float, ...]:
+        return tuple((a + b) / 2 for a, b in zip(self.first, self.second, strict=True))
+
+    def of(self, numbers: Sequence[int]) -> Fidelity:
+        """Of some of the placements."""
+        return Fidelity(
+            predicted=tuple(self.predicted[n] for n in numbers),
+            first=tuple(self.first[n] for n in numbers),
+            second=tuple(self.second[n] for n in numbers),
+            raw=tuple(self.raw[n] for n in numbers),
+        )
+
+    @property
+    def fastest_half(self) -> Fidelity:
+        """Among those a search has to choose, where ranks are harder to get right."""
+        order = np.argsort(self.measured, kind="stable").tolist()
+        return self.of(order[: (len(order) + 1) // 2])
 
     @property
     def error(self) -> float:
@@ -445,8 +488,8 @@ class Fidelity:
         return float(np.mean(np.abs(np.array(self.predicted) - truth) / truth))
 
     @property
-    def halves(self) -> float:
-        """Rank correlation of the measurement with itself: no prediction can do better."""
+    def repeated(self) -> float:
+        """Rank correlation of the passes: about as well as a prediction could do."""
         return rank_correlation(self.first, self.second)
 
     @property
@@ -455,17 +498,29 @@ class Fidelity:
 
 
 def fidelity(
-    problem: Problem, placements: Sequence[Placement], steps: Sequence[Sequence[float]]
-) -> Fidelity:
-    """How the problem's costs predict these steps."""
+    problem: Problem, first: Mapping[Placement, Timed], second: Mapping[Placement, Timed]
+) -> tuple[list[Placement], Fidelity]:
+    """How the problem's costs predict two passes over the same placements: those that ran in both."""
+    placements = [placement for placement in first if placement in second]
+    if not placements:
+        raise CostsError("none of the placements ran, so there is nothing to compare")
     rows = np.stack([placement.devices for placement in placements])
     predicted = Simulator(problem).run(rows).step_seconds
-    return Fidelity(
+    return placements, Fidelity(
         predicted=tuple(predicted.tolist()),
-        measured=tuple(float(np.median(each)) for each in steps),
-        first=tuple(float(np.median(each[::2])) for each in steps),
-        second=tuple(float(np.median(each[1::2] or each)) for each in steps),
+        first=tuple(first[p].seconds for p in placements),
+        second=tuple(second[p].seconds for p in placements),
+        raw=tuple((first[p].raw_seconds + second[p].raw_seconds) / 2 for p in placements),
     )
+
+
+def check(
+    problem: Problem, runner: TensorFlowRunner, placements: Sequence[Placement]
+) -> tuple[list[Placement], Fidelity]:
+    """Measures the placements, all of them twice, the second time backwards: what is close together
+    in one pass has little in common with it in the other."""
+    first = in_turns(problem, runner, placements)
+    return fidelity(problem, first, in_turns(problem, runner, list(first)[::-1]))
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

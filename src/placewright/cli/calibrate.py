@@ -96,8 +96,8 @@ def calibrate(
         TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
         common.status("calibrating ...") as say,
     ):
+        fitted_to = calibration.varied_placements(problem, placements, seed)
         if output is not None:
-            fitted_to = calibration.varied_placements(problem, placements, seed)
             found = calibration.calibrate(
                 problem, runner, fitted_to, say=lambda text: say(f"{text} ...")
             )
@@ -117,19 +117,21 @@ def calibrate(
         ]
         if check:
             say("measuring fresh placements ...")
-            # Other ones than those the costs were fitted to.
-            fresh = calibration.varied_placements(problem, check, seed + 1_000_003)
-            steps = calibration.in_turns(problem, runner, fresh)
-            if not steps:
-                raise CostsError("none of the placements ran, so there is nothing to compare")
-            result = calibration.fidelity(problem, list(steps), list(steps.values()))
+            # Other ones than those the costs were fitted to, single devices among them.
+            singles = [calibration.everything_on(problem, d) for d in range(problem.num_devices)]
+            fresh = calibration.varied_placements(
+                problem, check, seed + 1_000_003, without=[*fitted_to, *singles]
+            )
+            ran, result = calibration.check(problem, runner, fresh)
             facts["check"] = {
-                "placements": len(steps),
+                "placements": len(ran),
                 "mean_absolute_error": result.error,
                 "rank_correlation": _or_none(result.spearman),
-                "rank_correlation_of_halves": _or_none(result.halves),
+                "rank_correlation_of_fastest_half": _or_none(result.fastest_half.spearman),
+                "rank_correlation_of_passes": _or_none(result.repeated),
                 "predicted_seconds": list(result.predicted),
                 "measured_seconds": list(result.measured),
+                "raw_seconds": list(result.raw),
             }
     if as_json:
         common.print_json(facts)
@@ -157,8 +159,9 @@ def _print(facts: dict[str, Any], output: str | None, result: Fidelity | None) -
         say(scatter(result.measured, result.predicted), markup=False)
         say(
             f"{len(result.measured)} fresh placements: mean error [bold]{result.error:.1%}[/bold], "
-            f"rank correlation [bold]{result.spearman:.3f}[/bold] (of the measurement with itself: "
-            f"{result.halves:.3f})"
+            f"rank correlation [bold]{result.spearman:.3f}[/bold] (among the fastest half "
+            f"{result.fastest_half.spearman:.3f}; of the measurement with itself "
+            f"{result.repeated:.3f})"
         )
 
 
