@@ -39,11 +39,13 @@ $(READY): requirements.lock pyproject.toml tools/setup.sh
 	@sh tools/setup.sh $(VENV)
 	@touch $(READY)
 
-# torch is left out ("unsafe") and its dependencies are not: see tools/setup.sh.
+# torch is left out ("unsafe") and its dependencies are not: see tools/setup.sh. Run it where pip finds
+# the CPU build of that version, or the lock will hold gigabytes of CUDA.
 lock: $(READY)
 	$(BIN)/pip install pip-tools
 	$(BIN)/pip-compile --quiet --generate-hashes --unsafe-package torch --strip-extras --no-header \
 		--no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+		--constraint tools/lock-constraints.txt \
 		--extra tensorflow --extra placers --extra learning --extra ray --extra report \
 		--extra nvidia --extra dev \
 		--output-file requirements.lock pyproject.toml
