@@ -20,6 +20,9 @@ class Evaluator(ABC):
     cheap: bool = True
     """Whether evaluating a placement costs milliseconds rather than seconds."""
 
+    at_a_time: int = 1
+    """How many calls' worth of placements it can try side by side: a search asks for more then."""
+
     @property
     @abstractmethod
     def problem(self) -> Problem:
