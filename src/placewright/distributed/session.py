@@ -37,12 +37,12 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
     check_installed("--workers" if not config.controllers else "--controllers")
     # Before Ray is imported, which reads this once: it must not phone home.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # What is worth a user's while is said here.
-    logging.getLogger("ray").setLevel(logging.ERROR)
     terminate = signal.getsignal(signal.SIGTERM)
     with _local() if config.address is None else _joined(config.address) as options:
         import ray
 
+        # What is worth a user's while is said here.
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             if config.address is None:
                 # So many workers on one machine are the user's choice: they may wait more than
@@ -58,7 +58,7 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
                 )
             except (ConnectionError, RuntimeError, ValueError, OSError) as fault:
                 where = config.address or "this machine"
-                raise WorkerError(f"Ray on {where}: {_first_line(fault)}") from None
+                raise WorkerError(f"Ray on {where}: {_last_line(fault)}") from None
             _quiet()
             # Ray puts its own handler, which ends the process at once.
             signal.signal(signal.SIGTERM, terminate)
@@ -139,16 +139,19 @@ def _check_answers(given: str, address: str) -> None:
         subprocess.run(
             command, check=True, timeout=2 * _ANSWER_SECONDS, capture_output=True, text=True
         )
-    except (subprocess.SubprocessError, OSError) as fault:
-        detail = _first_line(getattr(fault, "stderr", None) or "it does not answer as Ray does")
+    except subprocess.CalledProcessError as fault:
+        detail = _last_line(fault.stderr)
         raise WorkerError(f"--ray-address {address} is no healthy Ray cluster: {detail}") from None
+    except subprocess.TimeoutExpired:
+        raise WorkerError(f"what answers at --ray-address {address} is not Ray") from None
 
 
 def _check_room(config: TeamConfig) -> None:
     """Raises when the cluster can never hold the workers; Ray would wait for more machines."""
     import ray
 
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes: Any = ray.nodes
+    machines = [node["Resources"] for node in nodes() if node["Alive"]]
     each = {name: amount for name, amount in config.resources.items() if amount}
     wanted = config.all_workers
     room = sum(_fitting(machine, each, wanted) for machine in machines)
@@ -179,10 +182,13 @@ def _quiet() -> None:
     """Ray prints a paragraph for each process that dies; who replaces it says so in a line."""
     from ray._private import worker
 
+    def log(data: Any, *_: Any, **__: Any) -> None:
+        logger.debug("ray: %s", data.get("lines") if isinstance(data, dict) else data)
+
     if hasattr(worker, "print_to_stdstream"):
-        worker.print_to_stdstream = lambda data, *_: logger.debug("ray: %s", data.get("lines"))
+        worker.print_to_stdstream = log
 
 
-def _first_line(fault: object) -> str:
+def _last_line(fault: object) -> str:
     lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
     return lines[-1] if lines else repr(fault)

@@ -81,4 +81,7 @@ def assemble(
             trial_seconds=config.trial_seconds,
             cheap=cheap,
         )
-        yield Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
+        try:
+            yield Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
+        finally:
+            workers.close()

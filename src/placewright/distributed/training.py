@@ -126,9 +126,9 @@ class RemoteUpdater(Updater):
 
     def take_metrics(self) -> dict[str, float]:
         """Since the last call: the greatest staleness, and how many gradients were too old."""
-        metrics = {"staleness": max(self._staleness, default=0), "refused": self._refused}
+        staleness, refused = max(self._staleness, default=0), self._refused
         self._staleness, self._refused = [], 0
-        return metrics
+        return {"staleness": staleness, "refused": refused}
 
 
 class Turn(NamedTuple):

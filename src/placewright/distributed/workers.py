@@ -153,6 +153,11 @@ class Workers:
             if slot.task:
                 self._dropped.add(slot)
 
+    def close(self) -> None:
+        for slot in self._slots:
+            ray.kill(slot.actor)
+        self._slots = []
+
     # --- one worker ------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
