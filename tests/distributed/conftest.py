@@ -8,8 +8,8 @@ from placewright.distributed.config import TeamConfig
 from placewright.distributed.session import ray_session
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray() -> Iterator[None]:
-    """One Ray for a file of tests, with room for a few workers."""
+    """One Ray for these tests, with room for a few workers."""
     with ray_session(TeamConfig(workers=8)):
         yield
