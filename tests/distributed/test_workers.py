@@ -55,9 +55,7 @@ def run(problem: Problem, evaluator: ParallelEvaluator, folder: Path, trials: in
 def test_an_evaluator_like_any_other() -> None:
     problem = tiny_problems()[0].problem
     make = functools.partial(SimulatedEvaluator, problem, threads=1)
-    workers = Workers(
-        make, per_group=2, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=True
-    )
+    workers = Workers(make, per_group=2, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=True)
     check_evaluator(ParallelEvaluator(problem, workers, cheap=True))
     workers.close()
 
@@ -110,9 +108,7 @@ def broken() -> Busiest:
 
 def test_workers_that_cannot_start_say_why() -> None:
     problem = wide()
-    workers = Workers(
-        broken, per_group=1, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=False
-    )
+    workers = Workers(broken, per_group=1, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=False)
     evaluator = ParallelEvaluator(problem, workers, cheap=False)
     with pytest.raises(WorkerError, match="no worker can be started: .*no device here"):
         evaluator.evaluate([Placement.of(problem, [0] * problem.num_groups)])

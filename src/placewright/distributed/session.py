@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from placewright.distributed import guard
 from placewright.distributed.config import TeamConfig, check_installed
 from placewright.errors import SearchError, WorkerError
 
@@ -76,17 +76,27 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _local() -> Iterator[dict[str, Any]]:
-    # Ray replaces 127.0.0.1 by the machine's outward address, and then listens on all of them,
-    # unless it believes to be on a system where it does not form clusters.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    # Whoever reaches Ray's ports can run code in its processes. Newer versions of Ray ask for a
-    # token then; without one of our own they would write theirs into the user's home.
-    os.environ.setdefault("RAY_AUTH_TOKEN", _TOKEN)
+    folder = tempfile.mkdtemp(prefix="placewright-ray-")
+    settings = {
+        # Ray replaces 127.0.0.1 by the machine's outward address, and then listens on all of them,
+        # unless it believes to be on a system where it does not form clusters.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Whoever reaches Ray's ports can run code in its processes. Newer versions of Ray ask for a
+        # token then; without one of our own they would write theirs into the user's home.
+        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", _TOKEN),
+        guard.MARK: folder,
+    }
+    watch = subprocess.Popen(
+        # Isolated, as it needs nothing but Python; out of the reach of the terminal's Ctrl-C.
+        [sys.executable, "-I", guard.__file__, folder],
+        stdin=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     from ray._private import ray_constants
 
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray had been imported already
-    folder = tempfile.mkdtemp(prefix="placewright-ray-")
     try:
         yield {
             "address": "local",
@@ -95,10 +105,12 @@ def _local() -> Iterator[dict[str, Any]]:
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-        if os.environ["RAY_AUTH_TOKEN"] == _TOKEN:
-            del os.environ["RAY_AUTH_TOKEN"]
-        shutil.rmtree(folder, ignore_errors=True)
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        watch.communicate(guard.DONE)
 
 
 @contextlib.contextmanager
