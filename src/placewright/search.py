@@ -185,7 +185,7 @@ def search(
     metrics = None if directory is None else MetricsLog(directory, keep=restored)
     since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
-    batch = BATCH if evaluator.cheap else _DEAR_BATCH
+    batch = BATCH if evaluator.cheap else _DEAR_BATCH * evaluator.at_a_time
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds

@@ -110,13 +110,13 @@ def test_workers_that_cannot_start_say_why() -> None:
     problem = wide()
     workers = Workers(broken, per_group=1, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=False)
     evaluator = ParallelEvaluator(problem, workers, cheap=False)
-    with pytest.raises(WorkerError, match="no worker can be started: .*no device here"):
+    with pytest.raises(WorkerError, match=r"no worker can be started: .*no device here"):
         evaluator.evaluate([Placement.of(problem, [0] * problem.num_groups)])
 
 
 def test_more_than_the_cluster_has() -> None:
-    with pytest.raises(SearchError, match="2 workers need 8 GPU .4 each., the cluster has 0"):
+    with pytest.raises(SearchError, match=r"2 workers need 8 GPU \(4 each\), the cluster has 0"):
         _check_room(TeamConfig(workers=2, resources={"GPU": 4.0}))
-    with pytest.raises(SearchError, match="1 workers need 1 board .1 each., the cluster has 0"):
+    with pytest.raises(SearchError, match=r"1 workers need 1 board \(1 each\), the cluster has 0"):
         _check_room(TeamConfig(resources={"board": 1.0}))
     _check_room(TeamConfig(workers=8))

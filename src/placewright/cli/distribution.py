@@ -138,9 +138,7 @@ def team(
         make = functools.partial(_measuring, problem, program, given)
     with ExitStack() as stack:
         with common.status("starting Ray ..."):
-            assembled = stack.enter_context(
-                assemble(problem, make, config, cheap=program is None)
-            )
+            assembled = stack.enter_context(assemble(problem, make, config, cheap=program is None))
         yield assembled
 
 

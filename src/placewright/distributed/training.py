@@ -138,7 +138,7 @@ class Turn(NamedTuple):
     why_not: str
     metrics: list[dict[str, float]]
     state: LearnerState | None
-    """None in the middle of an update."""
+    """After an update, otherwise None."""
 
 
 class Controller:
@@ -165,7 +165,7 @@ class Controller:
         learner.tell(answers)
         metrics = [record | self._updater.take_metrics() for record in learner.take_metrics()]
         learner.tell(others)
-        state = learner.state() if learner.restorable else None
+        state = learner.state() if metrics else None
         return Turn(learner.ask(BATCH), learner.why_not, metrics, state)
 
 
@@ -362,7 +362,12 @@ class DistributedLearner(Explorer):
 
     def _begin_turn(self, seat: _Seat) -> None:
         answers = [self._trial(placement, seat.answers[placement]) for placement in seat.asked]
-        others = [trial for trial in self._best if trial.placement not in seat.told]
+        # Under another name: what a learner hears of its own proposals, it must have asked for.
+        others = [
+            replace(trial, placer="others")
+            for trial in self._best
+            if trial.placement not in seat.told
+        ]
         seat.told.update(trial.placement for trial in others)
         seat.asked = []
         seat.ref = seat.actor.turn.remote(answers, others)

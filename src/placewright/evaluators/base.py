@@ -21,7 +21,7 @@ class Evaluator(ABC):
     """Whether evaluating a placement costs milliseconds rather than seconds."""
 
     at_a_time: int = 1
-    """How many calls' worth of placements it can try side by side: a search asks for more then."""
+    """How many placements it tries side by side; what asks it for more at a time gets more done."""
 
     @property
     @abstractmethod
