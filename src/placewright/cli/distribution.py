@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -47,7 +49,7 @@ WorkerResourceOption = Annotated[
         "--worker-resource",
         metavar="NAME=AMOUNT",
         help="What each worker needs of the machine Ray puts it on, such as GPU=4; may be given "
-        "several times. Default: CPU=1.",
+        "several times. Default: one CPU to simulate, all devices of the cluster to measure.",
         show_default=False,
     ),
 ]
@@ -88,12 +90,11 @@ def configured(
     if controllers is None and max_staleness is not None:
         raise common.UsageError("--max-staleness means nothing without --controllers")
     check_installed("--controllers" if controllers else "--workers")
-    wanted = {"CPU": 1.0} if resources is None else parse_resources(resources)
     return TeamConfig(
         controllers=controllers or 0,
         workers=1 if workers is None else workers,
         address=address,
-        resources=wanted,
+        resources=parse_resources(resources or ()),
         trial_seconds=parse_duration(trial_timeout),
         max_staleness=max_staleness,
     )
@@ -132,14 +133,23 @@ def team(
 
     make: Callable[[], Evaluator]
     if program is None:
+        config = replace(config, resources=config.resources or {"CPU": 1.0})
         make = functools.partial(SimulatedEvaluator, problem, threads=1)
     else:
         given = None if feeds is None else load_feeds(feeds)
         make = functools.partial(_measuring, problem, program, given)
+        if not config.resources:
+            config = replace(config, resources=_devices(problem.cluster))
     with ExitStack() as stack:
         with common.status("starting Ray ..."):
             assembled = stack.enter_context(assemble(problem, make, config, cheap=program is None))
         yield assembled
+
+
+def _devices(cluster: Cluster) -> dict[str, float]:
+    """What a worker that measures keeps to itself: all GPUs, or the whole machine."""
+    gpus = sum(device.type == "gpu" for device in cluster.devices)
+    return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
 
 
 def _measuring(problem: Problem, program: Program, feeds: Any) -> Evaluator:

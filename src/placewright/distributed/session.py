@@ -37,7 +37,7 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
     check_installed("--workers" if not config.controllers else "--controllers")
     # Before Ray is imported, which reads this once: it must not phone home.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    terminate = signal.getsignal(signal.SIGTERM)
+    terminate = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     with _local() if config.address is None else _joined(config.address) as options:
         import ray
 
@@ -45,10 +45,7 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
         logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             if config.address is None:
-                # So many workers on one machine are the user's choice: they may wait more than
-                # they compute.
-                needed = config.resources.get("CPU", 0.0) * config.all_workers
-                options["num_cpus"] = max(os.cpu_count() or 1, math.ceil(needed))
+                options["num_cpus"] = _cpus(config)
             try:
                 ray.init(
                     include_dashboard=None if config.address else False,
@@ -188,6 +185,15 @@ def _fitting(machine: Mapping[str, float], each: Mapping[str, float], most: int)
     return min(
         (int(machine.get(name, 0.0) / amount) for name, amount in each.items()), default=most
     )
+
+
+def _cpus(config: TeamConfig) -> int:
+    """How many a Ray on this machine claims to have."""
+    there = os.cpu_count() or 1
+    each = config.resources.get("CPU", 0.0)
+    # Who asks for several means them. Otherwise so many workers on one machine are the user's
+    # choice: they may wait more than they compute.
+    return there if each > 1 else max(there, math.ceil(each * config.all_workers))
 
 
 def _quiet() -> None:
