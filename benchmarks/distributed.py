@@ -152,7 +152,7 @@ def controllers_rows(seeds: int) -> Iterator[dict[str, Any]]:
                 [placer] = team.distributed([learner])
                 progress = search(
                     [placer], team.evaluator, Budget(trials=1200, seconds=300), seed=seed,
-                    observe=clock.observe, stop=lambda clock=clock: clock.reached > 0,
+                    observe=clock.observe, stop=clock.has_reached,
                 )  # fmt: skip
                 rate = clock.rate(progress)
                 replaced = int(team.status()["workers_replaced"])
@@ -203,6 +203,9 @@ class _Clock:
         best = progress.best
         if best and best.measurement.mean_seconds <= 1.25 * LENGTH and not self.reached:
             self.reached = time.monotonic() - self.began
+
+    def has_reached(self) -> bool:
+        return self.reached > 0
 
     def rate(self, progress: Progress) -> float:
         return (progress.trials - self.before) / max(time.monotonic() - self.began, 1e-9)
