@@ -117,6 +117,21 @@ def test_a_slow_worker_holds_up_its_own_controller_only(tmp_path: Path) -> None:
     assert many > 2 * few
 
 
+def test_a_checkpoint_of_several_learners(tmp_path: Path) -> None:
+    problem = chains()
+    learner, other = (Learner(problem, CONFIG, name="ppo", seed=seed) for seed in (0, 1))
+    evaluator = SimulatedEvaluator(problem, threads=1)
+    search([other], evaluator, Budget(trials=20))
+    learner.write_checkpoint(tmp_path, [learner.state(), other.state()])
+    again = Learner(problem, CONFIG, name="ppo")
+    states = again.read_checkpoint(tmp_path)
+    assert [state.described["updates"] for state in states] == [0, other.updates]
+    again.take_state(states[1])
+    assert again.state().described == other.state().described
+    # It is also one that a single process goes on from.
+    assert Learner(problem, CONFIG, name="ppo").restore(tmp_path, [])
+
+
 def test_gradients_that_are_too_old_are_left_out() -> None:
     problem = chains()
     learner = Learner(problem, CONFIG, name="ppo")

@@ -53,6 +53,9 @@ _MOST_IDLE = 100 * BATCH
 _MOST_KNOWN = 100_000
 """Measurements kept so that nothing is tried twice."""
 
+_RATE_TRIALS = 200
+"""How many of the last trials the rate that is shown is of."""
+
 Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
@@ -218,8 +221,7 @@ class DistributedLearner(Explorer):
         self._updates = 0
         self._opening: list[Placement] | None = []
         """What the teachers proposed last; None when the controllers have taken over."""
-        self._started = 0.0
-        self._trials = 0
+        self._ended: deque[float] = deque(maxlen=_RATE_TRIALS)
         self._staleness = 0.0
         self.restarts = 0
 
@@ -247,7 +249,7 @@ class DistributedLearner(Explorer):
         results = [result for result in results if result[0] in self._trying]
         for placement, measurement in results:
             self._trying.discard(placement)
-            self._trials += 1
+            self._ended.append(time.monotonic())
             self._know(self._trial(placement, measurement))
             for seat in self._seats:
                 seat.answers[placement] = measurement
@@ -271,14 +273,14 @@ class DistributedLearner(Explorer):
 
     def status(self) -> dict[str, float]:
         """What there is to watch besides learning."""
-        elapsed = time.monotonic() - self._started if self._started else 0.0
+        since = time.monotonic() - self._ended[0] if self._ended else 0.0
         return {
             "controllers": sum(not seat.done for seat in self._seats),
             "workers": self._workers.count,
             "workers_busy": self._workers.busy,
             "workers_replaced": self._workers.replaced,
             "controllers_restarted": self.restarts,
-            "trials_per_second": self._trials / elapsed if elapsed else 0.0,
+            "trials_per_second": len(self._ended) / since if since else 0.0,
             "staleness": self._staleness,
         }
 
@@ -320,7 +322,6 @@ class DistributedLearner(Explorer):
     def _open(self, most: float) -> None:
         """The teachers' placements, tried by all workers."""
         learner = self._learner
-        self._started = self._started or time.monotonic()
         while not self._trying:
             learner.tell([self._trial(p, self._known[p]) for p in self._opening or ()])
             self._opening = learner.opening(int(min(BATCH, most)))
@@ -343,7 +344,6 @@ class DistributedLearner(Explorer):
 
     def _feed(self, most: float) -> None:
         """Starts turns, and gives workers what the controllers want tried."""
-        self._started = self._started or time.monotonic()
         if self._server is None and not all(seat.done for seat in self._seats):
             self._start_server()
         for seat in self._seats:
