@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from placewright.evaluators.base import Evaluator
     from placewright.frontends.tensorflow.program import Program
     from placewright.problem import Problem
+    from placewright.runners.config import RunConfig
     from placewright.search import Budget
 
 ControllersOption = Annotated[
@@ -107,21 +108,27 @@ def choose(
     cluster: Cluster,
     resume: str | None,
     budget: Budget,
+    real: RunConfig,
 ) -> str:
     """How placements are tried. Workers do one or the other, and real runs only when told to."""
-    if config is not None and wanted == evaluation.BOTH:
-        raise common.UsageError(
-            f"--workers goes with --evaluate {evaluation.SIMULATE} or {evaluation.MEASURE}"
-        )
     if config is not None and resume is None:
         wanted = wanted or evaluation.SIMULATE
-    how = evaluation.choose(wanted, model, cluster, resume, budget)
-    return evaluation.MEASURE if config is not None and how == evaluation.BOTH else how
+    how = evaluation.choose(wanted, model, cluster, resume, budget, real)
+    if config is not None and how == evaluation.BOTH:
+        raise common.UsageError(
+            f"--workers goes with --evaluate {evaluation.SIMULATE} or {evaluation.MEASURE}, not "
+            f"with {evaluation.BOTH}"
+        )
+    return how
 
 
 @contextmanager
 def team(
-    config: TeamConfig | None, problem: Problem, program: Program | None, feeds: str | None
+    config: TeamConfig | None,
+    problem: Problem,
+    program: Program | None,
+    real: RunConfig,
+    feeds: str | None,
 ) -> Iterator[Team | None]:
     """Whoever the options ask for, started before the clock of the search is."""
     if config is None:
@@ -137,7 +144,7 @@ def team(
         make = functools.partial(SimulatedEvaluator, problem, threads=1)
     else:
         given = None if feeds is None else load_feeds(feeds)
-        make = functools.partial(_measuring, problem, program, given)
+        make = functools.partial(_measuring, problem, program, real, given)
         if not config.resources:
             config = replace(config, resources=_devices(problem.cluster))
     with ExitStack() as stack:
@@ -152,12 +159,12 @@ def _devices(cluster: Cluster) -> dict[str, float]:
     return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
 
 
-def _measuring(problem: Problem, program: Program, feeds: Any) -> Evaluator:
+def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
     """In a worker's process: a runner that lives as long as the worker does."""
     from placewright.evaluators.measured import MeasuredEvaluator
     from placewright.runners.tensorflow import TensorFlowRunner
 
-    runner = TensorFlowRunner(program, problem.cluster, feeds=feeds)
+    runner = TensorFlowRunner(program, problem.cluster, real, feeds=feeds)
     runner.start()
     return MeasuredEvaluator(problem, runner)
 

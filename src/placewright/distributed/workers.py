@@ -260,7 +260,8 @@ class ParallelEvaluator(Evaluator):
         self._problem = problem
         self._workers = workers
         self.cheap = cheap
-        self.at_a_time = workers.count
+        # Several for each: who is quick need not wait for who is slow.
+        self.at_a_time = 4 * workers.count
 
     @property
     def problem(self) -> Problem:

@@ -21,7 +21,7 @@ class Evaluator(ABC):
     """Whether evaluating a placement costs milliseconds rather than seconds."""
 
     at_a_time: int = 1
-    """How many placements it tries side by side; what asks it for more at a time gets more done."""
+    """How many placements to ask it for at a time where each takes long."""
 
     @property
     @abstractmethod
