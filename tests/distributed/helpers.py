@@ -54,7 +54,7 @@ class Busiest(Evaluator):
     def __init__(self, problem: Problem, folder: Path, seconds: float, poison: bool) -> None:
         self._problem = problem
         self._folder = folder
-        self._seconds = seconds * (20 if self._is_first("slow") else 1)
+        self._seconds = seconds * (100 if self._is_first("slow") else 1)
         self._poison = poison
 
     @property

@@ -63,7 +63,7 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(graph: Path) -> None:
     arguments = (
         "place", graph, "-c", "k80x4", "-m", "ppo", "--workers", "2",
         "--learner", "polish=0", "--learner", "warm_start=0", "--learner", "samples=8",
-        "--learner", "policy.hidden=16", "--trials", "800",
+        "--learner", "policy.hidden=16", "--trials", "500", "--no-report",
     )  # fmt: skip
     with driver(*arguments, "--controllers", "2", "-o", "out") as process:
         until(lambda: Path("out/checkpoint-ppo.safetensors").exists())
@@ -74,15 +74,15 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(graph: Path) -> None:
         process.wait()
         until(lambda: gone(started))
     before = lines("out/journal.jsonl")
-    assert 60 <= len(before) < 800
+    assert 60 <= len(before) < 500
     # Fewer controllers will do.
     with driver(*arguments, "--controllers", "1", "--resume", "out") as process:
         assert process.wait() == 0
     after = lines("out/journal.jsonl")
     # A line that was being written when it was killed is dropped.
     assert after[: len(before) - 1] == before[:-1]
-    assert len(after) == 800
-    assert len({json.loads(line)["placement"] for line in after}) == 800
+    assert len(after) == 500
+    assert len({json.loads(line)["placement"] for line in after}) == 500
     updates = [json.loads(line)["update"] for line in lines("out/metrics.jsonl")]
     assert updates == sorted(set(updates))
 

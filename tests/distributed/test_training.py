@@ -85,7 +85,7 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
     problem = wide()
     make = functools.partial(Busiest, problem, tmp_path, 0.02, False)
     victims = list(VICTIMS)
-    trials_each = 50
+    trials_each = 40
 
     def kill(progress: Progress) -> None:
         due = (len(VICTIMS) - len(victims) + 1) * trials_each
@@ -111,7 +111,7 @@ def test_a_slow_worker_holds_up_its_own_controller_only(tmp_path: Path) -> None:
     problem = wide()
     (tmp_path / "slow").touch()
     make = functools.partial(Busiest, problem, tmp_path, 0.02, False)
-    train(problem, make, tmp_path, 240)
+    train(problem, make, tmp_path, 120)
     updates = Counter(record["controller"] for record in read_metrics(tmp_path))
     few, many = sorted(updates[number] for number in (0, 1))
     assert many > 2 * few

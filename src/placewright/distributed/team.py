@@ -82,6 +82,7 @@ def assemble(
             cheap=cheap,
         )
         try:
+            workers.wait_until_ready()
             yield Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
         finally:
             workers.close()

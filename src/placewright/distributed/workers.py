@@ -110,6 +110,11 @@ class Workers:
     def busy(self) -> int:
         return sum(bool(slot.task) for slot in self._slots)
 
+    def wait_until_ready(self) -> None:
+        """Starting them is nobody's search time."""
+        while any(slot.starting for slot in self._slots):
+            self.wait(0.1)
+
     def submit(self, placements: Sequence[Placement], group: int | None = None) -> None:
         """To be tried by this group's workers, or by any."""
         if group is not None and not any(slot.group == group for slot in self._slots):
