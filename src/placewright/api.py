@@ -29,6 +29,7 @@ from placewright.simulator import Simulator, lower_bounds
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
+    from placewright.distributed.team import Team
 
 How = Literal["simulate", "measure", "simulate+measure"]
 """How the placements of a run are tried; the times in its journal are of one kind."""
@@ -271,21 +272,27 @@ def run(
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
     evaluator: Evaluator | None = None,
+    team: Team | None = None,
 ) -> Result:
     """Runs the methods one after another and gathers what they found.
 
-    `evaluator` is what the placements are tried on: the simulator unless another one is given.
+    `evaluator` is what the placements are tried on: the simulator unless another one is given, or
+    a `team`, which also trains the learned methods where one process is not enough.
     """
     bounds = lower_bounds(problem)
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     measured = evaluator is not None
+    if team is not None:
+        evaluator, measured = team.evaluator, not team.evaluator.cheap
     evaluator = evaluator or SimulatedEvaluator(problem)
     chosen = registry.make(
         methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
         learner=learner, policy=None if policy is None else str(policy),
         cheap=evaluator.cheap,
     )  # fmt: skip
+    if team is not None:
+        chosen = team.distributed(chosen)
     if evaluator.cheap:
         # The first evaluation compiles the simulator, which is nobody's search time.
         evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])

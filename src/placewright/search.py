@@ -16,7 +16,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Trial
 from placewright.metrics import MetricsLog
 from placewright.placement import Placement
-from placewright.placers.base import Placer
+from placewright.placers.base import Explorer, Placer
 
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
@@ -185,7 +185,7 @@ def search(
     metrics = None if directory is None else MetricsLog(directory, keep=restored)
     since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
-    batch = BATCH if evaluator.cheap else _DEAR_BATCH
+    batch = BATCH if evaluator.cheap else _DEAR_BATCH * evaluator.at_a_time
 
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
@@ -220,16 +220,25 @@ def search(
             or idle >= most_idle
         ):
             batch_started = time.monotonic()
-            asked = placer.ask(int(min(batch, until_trials - progress.trials)))
-            if not asked:
-                progress.seconds_of[placer.name] += time.monotonic() - batch_started
-                break
-            for placement in asked:
-                placement.check(evaluator.problem)
-            new = [p for p in dict.fromkeys(asked) if p not in known]
-            idle = 0 if new else idle + len(asked)
+            explored = []
             try:
-                measurements = evaluator.evaluate(new)
+                if isinstance(placer, Explorer):
+                    explored = placer.explore(until_trials - progress.trials)
+                    asked = [placement for placement, _ in explored]
+                else:
+                    asked = placer.ask(int(min(batch, until_trials - progress.trials)))
+                if not asked:
+                    progress.seconds_of[placer.name] += time.monotonic() - batch_started
+                    if isinstance(placer, Explorer) and not placer.finished:
+                        observe(progress)
+                        continue
+                    break
+                for placement in asked:
+                    placement.check(evaluator.problem)
+                new = [p for p in dict.fromkeys(asked) if p not in known]
+                idle = 0 if new else idle + len(asked)
+                known.update(explored)
+                measurements = [known[p] for p in new] if explored else evaluator.evaluate(new)
             except WorkerError as fault:
                 if not progress.trials:
                     raise
@@ -279,6 +288,8 @@ def search(
             observe(progress)
         if directory is not None:
             placer.checkpoint(directory)
+        if isinstance(placer, Explorer):
+            placer.close()
         progress.why_not_of[placer.name] = placer.why_not
     if metrics is not None:
         metrics.close()

@@ -15,6 +15,7 @@ from placewright.errors import ClusterError, SearchError
 
 if TYPE_CHECKING:
     from placewright.api import Result
+    from placewright.distributed.team import Team
     from placewright.frontends.tensorflow.program import Program
     from placewright.problem import Problem
     from placewright.runners.config import RunConfig
@@ -156,16 +157,18 @@ def run(
     runner: TensorFlowRunner | None,
     methods: Sequence[str],
     budget: Budget,
+    *,
+    team: Team | None = None,
     **options: Any,
 ) -> Result:
-    """The search, tried in this way."""
+    """The search, tried in this way. A `team` has devices of its own, if it needs any."""
     from placewright import api
     from placewright.evaluators.measured import MeasuredEvaluator
     from placewright.measuring import search_measured
     from placewright.refine import refine
 
     if runner is None:
-        return api.run(problem, methods, budget, **options)
+        return api.run(problem, methods, budget, team=team, **options)
     if how == MEASURE:
         return search_measured(
             problem, MeasuredEvaluator(problem, runner), methods, budget, **options

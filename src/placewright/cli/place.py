@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from placewright.cli import common, evaluation
+from placewright.cli import common, distribution, evaluation
 from placewright.cli.evaluation import FeedsOption
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
@@ -25,6 +25,7 @@ from placewright.errors import SearchError, WorkerError
 
 if TYPE_CHECKING:
     from placewright.api import Result
+    from placewright.distributed.team import Team
     from placewright.measurement import Trial
     from placewright.problem import Problem
     from placewright.search import Budget
@@ -114,6 +115,12 @@ def place(
     time_limit: evaluation.TimeLimitOption = 120.0,
     limit_memory: evaluation.LimitMemoryOption = False,
     address: evaluation.AddressOption = None,
+    controllers: distribution.ControllersOption = None,
+    workers: distribution.WorkersOption = None,
+    ray_address: distribution.RayAddressOption = None,
+    worker_resource: distribution.WorkerResourceOption = None,
+    trial_timeout: distribution.TrialTimeoutOption = "5m",
+    max_staleness: distribution.MaxStalenessOption = None,
     scale: common.ScaleOption = "paper",
     batch: common.BatchOption = None,
     dim: common.DimOption = None,
@@ -129,11 +136,14 @@ def place(
 
     chosen = registry.parse(method)
     limits = _budget(budget, trials, "1m")
+    team_config = distribution.configured(
+        controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
+    )
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
     real = evaluation.run_config(address, time_limit, limit_memory)
-    how = evaluation.choose(evaluate, model, machine, resume, limits, real)
+    how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
     program = None
     if how == evaluation.SIMULATE:
         graph = common.load_graph(model, scale, batch, dim, signature, fetch)
@@ -147,13 +157,17 @@ def place(
     if evaluate is None and resume is None and how != evaluation.SIMULATE:
         how = evaluation.affordable(how, problem, limits)
     with (
-        evaluation.devices(how, program, machine, real, feeds) as runner,
+        # Workers have devices of their own.
+        evaluation.devices(
+            how if team_config is None else evaluation.SIMULATE, program, machine, real, feeds
+        ) as runner,
         stop_on_interrupt() as stopped,
-        _progress(limits) as observe,
+        distribution.team(team_config, problem, program, real, feeds) as team,
+        _progress(limits, team) as observe,
     ):
         result = evaluation.run(
             how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
-            stop=lambda: bool(stopped), learner=learner or (), policy=policy,
+            stop=lambda: bool(stopped), learner=learner or (), policy=policy, team=team,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
@@ -328,7 +342,9 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _progress(limits: Budget) -> Iterator[Callable[[SearchProgress], None]]:
+def _progress(
+    limits: Budget, team: Team | None = None
+) -> Iterator[Callable[[SearchProgress], None]]:
     """Shows, on a terminal, how far the search is and what each method has found."""
     with (
         Live(
@@ -343,7 +359,10 @@ def _progress(limits: Budget) -> Iterator[Callable[[SearchProgress], None]]:
 
         def observe(progress: SearchProgress) -> None:
             if display is not None:
-                display.update(_progress_view(progress, limits))
+                view = _progress_view(progress, limits)
+                if team is not None:
+                    view.add_row("", distribution.described(team))
+                display.update(view)
 
         yield observe
 

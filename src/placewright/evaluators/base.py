@@ -20,6 +20,9 @@ class Evaluator(ABC):
     cheap: bool = True
     """Whether evaluating a placement costs milliseconds rather than seconds."""
 
+    at_a_time: int = 1
+    """How many placements to ask it for at a time where each takes long."""
+
     @property
     @abstractmethod
     def problem(self) -> Problem:

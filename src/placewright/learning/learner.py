@@ -100,6 +100,14 @@ class Batch(NamedTuple):
     """Whether the sample may update anything."""
 
 
+class LearnerState(NamedTuple):
+    """What a checkpoint holds of one learner, apart from the policy."""
+
+    described: dict[str, Any]
+    """As JSON can have it."""
+    tensors: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class _Elite:
     seconds: float
@@ -132,7 +140,7 @@ class Learner(Placer):
         super().__init__(problem)
         self.name = name
         self.config = config
-        self._seed = seed
+        self.seed = seed
         if updater is None:
             self._greedy_due = policy is not None
             if policy is None:
@@ -187,20 +195,30 @@ class Learner(Placer):
         """Placements of one kind at a time: a trained policy's best guess, the teachers', the
         policy's samples, then polishing. None while all samples are asked for and some are not
         answered."""
-        if not (self.problem.allowed.sum(axis=1) > 1).any():
-            return self._only_one()
-        asked = self._ask_others(count)
-        if asked:
-            self._others.update(asked)
+        asked = self.opening(count)
+        if asked or not self.has_choice:
             return asked
         if self._sampled is None:
             may_polish = self.config.polish and not self._polished_all
             if self._novelty < self.config.settled and not may_polish:
                 self.why_not = "the policy proposes hardly anything it has not proposed before"
                 return []
-            self._warm_up()
+            self.warm_up()
             self._sample()
         asked, self._waiting = self._waiting[:count], self._waiting[count:]
+        return asked
+
+    @property
+    def has_choice(self) -> bool:
+        return bool((self.problem.allowed.sum(axis=1) > 1).any())
+
+    def opening(self, count: int) -> list[Placement]:
+        """Up to `count` placements that are no samples. Before the first sample that is the best
+        guess and the teachers'; none when that is over."""
+        if not self.has_choice:
+            return self._only_one()
+        asked = self._ask_others(count)
+        self._others.update(asked)
         return asked
 
     def _only_one(self) -> list[Placement]:
@@ -269,7 +287,7 @@ class Learner(Placer):
 
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
-            self._polisher = LocalSearch(self.problem, seed=self._seed)
+            self._polisher = LocalSearch(self.problem, seed=self.seed)
             self._polisher.tell(self._resumed)
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()
@@ -421,7 +439,7 @@ class Learner(Placer):
         )
         self._sampled = None
         self._polish_left = 0 if self._polished_all else self.config.polish
-        self._snapshot = self._state()
+        self._snapshot = self._whole([self.state()])
 
     def take_metrics(self) -> list[dict[str, float]]:
         taken, self._metrics = self._metrics, []
@@ -446,7 +464,7 @@ class Learner(Placer):
         self._elites.sort(key=lambda elite: elite.seconds)
         del self._elites[most:]
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Imitates the best classical placements before the first sample."""
         if self._warm or not self._elites:
             return
@@ -481,29 +499,71 @@ class Learner(Placer):
         write_tensors(self._file(folder), FORMAT, *self._snapshot)
         return True
 
-    def _state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def write_checkpoint(self, folder: Path, states: Sequence[LearnerState]) -> None:
+        """Writes the policy and its optimizer, and the learners that share them."""
+        write_tensors(self._file(folder), FORMAT, *self._whole(states))
+
+    def state(self) -> LearnerState:
+        """What is this learner's alone: all but the policy and its optimizer."""
         described = {
-            "policy": self.policy.description(),
-            "config": asdict(self.config),
-            "problem": self.problem.fingerprint,
-            "seed": self._seed,
             "updates": self.updates,
-            "steps": self.updater.steps,
             "baseline": self._baseline,
             "novelty": self._novelty,
             "elites": [[e.seconds, e.placement.devices.tolist()] for e in self._elites],
         }
+        recent = torch.tensor(list(self._recent), dtype=torch.int64)
+        return LearnerState(described, {"random": self._random.get_state(), "recent": recent})
+
+    def take_state(self, state: LearnerState) -> None:
+        described, tensors = state
+        self._random.set_state(tensors["random"])
+        self._recent = dict.fromkeys(tensors["recent"].tolist())
+        self.updates = int(described["updates"])
+        self._baseline = float(described["baseline"])
+        self._novelty = float(described["novelty"])
+        self._elites = [
+            _Elite(float(seconds), Placement.of(self.problem, devices))
+            for seconds, devices in described["elites"]
+        ]
+        self._polish_left = self.config.polish
+
+    def _whole(self, states: Sequence[LearnerState]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        described = states[0].described | {
+            "policy": self.policy.description(),
+            "config": asdict(self.config),
+            "problem": self.problem.fingerprint,
+            "seed": self.seed,
+            "steps": self.updater.steps,
+            "others": [state.described for state in states[1:]],
+        }
         tensors = {f"policy/{name}": value for name, value in self.policy.state_dict().items()}
         tensors |= {f"adam/{name}": value for name, value in self.updater.state().items()}
         tensors = {name: value.detach().clone() for name, value in tensors.items()}
-        tensors["random"] = self._random.get_state()
-        tensors["recent"] = torch.tensor(list(self._recent), dtype=torch.int64)
+        tensors |= states[0].tensors
+        for number, state in enumerate(states[1:]):
+            tensors |= {f"others/{number}/{name}": value for name, value in state.tensors.items()}
         return described, tensors
 
     def restore(self, folder: Path, told: Sequence[Trial]) -> bool:
+        states = self.read_checkpoint(folder)
+        if not states:
+            return False
+        self._teachers, self._greedy_due, self._warm = [], False, True
+        # The policy goes on from where it was, and proposes again what came after. The local search
+        # has no checkpoint: it starts anew, and knows all that was tried.
+        self._resumed = told
+        for trial in told:
+            if self.config.polish or trial.placer != self.name:
+                self._keep(trial)
+        self._snapshot = self._whole([self.state()])
+        return True
+
+    def read_checkpoint(self, folder: Path) -> list[LearnerState]:
+        """Takes over what the checkpoint holds, if there is one. The states are those of all
+        learners that shared the policy; this one goes on from the first."""
         path = self._file(folder)
         if not path.exists():
-            return False
+            return []
         described, tensors = read_tensors(path, FORMAT)
         if described.get("problem") != self.problem.fingerprint:
             raise LearningError(
@@ -515,7 +575,7 @@ class Learner(Placer):
                 f"{path}: checkpoint of a policy of another architecture; resume with the settings "
                 "the run began with"
             )
-        now = _plain(asdict(self.config)) | {"seed": self._seed}
+        now = _plain(asdict(self.config)) | {"seed": self.seed}
         then = dict(described.get("config") or {}) | {"seed": described.get("seed")}
         for name, value in now.items():
             if name != "policy" and then.get(name) != value:
@@ -526,27 +586,13 @@ class Learner(Placer):
         try:
             self.policy.take(_part(tensors, "policy/"), path)
             self.updater.restore(_part(tensors, "adam/"), int(described["steps"]))
-            self._random.set_state(tensors["random"])
-            self._recent = dict.fromkeys(tensors["recent"].tolist())
-            self.updates = int(described["updates"])
-            self._baseline = float(described["baseline"])
-            self._novelty = float(described["novelty"])
-            self._elites = [
-                _Elite(float(seconds), Placement.of(self.problem, devices))
-                for seconds, devices in described["elites"]
-            ]
+            states = [LearnerState(described, {n: tensors[n] for n in ("random", "recent")})]
+            for number, other in enumerate(described.get("others", ())):
+                states.append(LearnerState(other, _part(tensors, f"others/{number}/")))
+            self.take_state(states[0])
         except (KeyError, TypeError, ValueError, RuntimeError, PlacementError) as fault:
             raise LearningError(f"{path}: damaged checkpoint: {fault!r}") from None
-        self._teachers, self._greedy_due, self._warm = [], False, True
-        self._polish_left = self.config.polish
-        # The policy goes on from where it was, and proposes again what came after. The local search
-        # has no checkpoint: it starts anew, and knows all that was tried.
-        self._resumed = told
-        for trial in told:
-            if self.config.polish or trial.placer != self.name:
-                self._keep(trial)
-        self._snapshot = self._state()
-        return True
+        return states
 
     def _file(self, folder: Path) -> Path:
         return folder / f"checkpoint-{self.name}.safetensors"

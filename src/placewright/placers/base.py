@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from placewright.measurement import Trial
+from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
 
@@ -55,6 +55,27 @@ class Placer(ABC):
         """Goes back to the last checkpoint, if there is one; `told` is all that the journal holds.
         What was proposed since is then proposed again, and the search answers from the journal."""
         return False
+
+
+class Explorer(Placer):
+    """A placer that has its placements tried itself, many at a time and in no fixed order."""
+
+    finished: bool = False
+    """Whether there is nothing left to propose."""
+
+    def ask(self, count: int) -> list[Placement]:
+        """None: there is nothing for others to try."""
+        return []
+
+    @abstractmethod
+    def explore(self, most: float) -> list[tuple[Placement, Measurement]]:
+        """Placements that were not tried before and what came of them, as soon as there are some;
+        after a second at most, none. Of those that were not given back yet, no more than `most`
+        are being tried."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives up what is still being tried."""
 
 
 class OneShot(Placer):

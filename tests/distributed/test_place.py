@@ -1,0 +1,170 @@
+"""`placewright place` with workers and controllers: bad input, Ctrl-C, a driver that is killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placewright.cli import main
+from placewright.distributed import session
+from tests.distributed.helpers import processes, until
+
+# Checkpoints come so often that there is one when the driver is killed.
+DRIVER = """
+import sys
+import placewright.search
+from placewright.cli import main
+placewright.search._CHECKPOINT_SECONDS = 0.2
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """More placements than any test tries."""
+    monkeypatch.chdir(tmp_path)
+    ops = [{"name": f"op{i}", "type": f"t{i}", "seconds": {"gpu": 0.01}} for i in range(16)]
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"ops": ops, "edges": []}))
+    return path
+
+
+@contextmanager
+def driver(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", DRIVER, *map(str, arguments)]
+    # A session of its own, so that signals reach its whole process group, as from a terminal.
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
+
+
+def test_a_killed_driver_leaves_nothing_and_is_resumed(graph: Path) -> None:
+    arguments = (
+        "place", graph, "-c", "k80x4", "-m", "ppo", "--workers", "2",
+        "--learner", "polish=0", "--learner", "warm_start=0", "--learner", "samples=8",
+        "--learner", "policy.hidden=16", "--trials", "500", "--no-report",
+    )  # fmt: skip
+    with driver(*arguments, "--controllers", "2", "-o", "out") as process:
+        until(lambda: Path("out/checkpoint-ppo.safetensors").exists())
+        until(lambda: len(lines("out/journal.jsonl")) >= 60)
+        started = processes(process.pid)
+        assert len(started) >= 7  # two controllers, four workers, a parameter server; Ray itself
+        process.kill()
+        process.wait()
+        until(lambda: gone(started))
+    before = lines("out/journal.jsonl")
+    assert 60 <= len(before) < 500
+    # Fewer controllers will do.
+    with driver(*arguments, "--controllers", "1", "--resume", "out") as process:
+        assert process.wait() == 0
+    after = lines("out/journal.jsonl")
+    # A line that was being written when it was killed is dropped.
+    assert after[: len(before) - 1] == before[:-1]
+    assert len(after) == 500
+    assert len({json.loads(line)["placement"] for line in after}) == 500
+    updates = [json.loads(line)["update"] for line in lines("out/metrics.jsonl")]
+    assert updates == sorted(set(updates))
+
+
+def test_ctrl_c_saves_the_best_and_leaves_nothing(graph: Path) -> None:
+    arguments = (
+        "place", graph, "-c", "k80x4", "-m", "single,random", "--workers", "2", "-b", "1h",
+        "-o", "out",
+    )  # fmt: skip
+    with driver(*arguments) as process:
+        until(lambda: len(lines("out/journal.jsonl")) >= 100)
+        started = processes(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == 130
+        until(lambda: gone(started))
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["interrupted"]
+    assert Path("out/placement.json").exists()
+    assert len(lines("out/journal.jsonl")) == summary["trials"]
+
+
+@pytest.fixture
+def complaint(graph: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command that must fail says, in one line."""
+
+    def call(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["place", str(graph), "-c", "k80x2", "--trials", "10", "-o", "out", *arguments])
+        out, err = capfd.readouterr()
+        assert caught.value.code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1
+        assert not Path("out").exists()
+        return err
+
+    return call
+
+
+def test_ray_missing(complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def hide(name: str, *rest: Any) -> Any:
+        return None if name == "ray" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    assert "pip install 'placewright[ray]'" in complaint("--workers", "2")
+
+
+def test_an_address_nobody_answers_at(complaint: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    said = complaint("--workers", "2", "--ray-address", f"127.0.0.1:{port}")
+    assert f"nobody answers at --ray-address 127.0.0.1:{port}" in said
+
+
+def test_an_address_of_something_else(
+    complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        said = complaint("--workers", "2", "--ray-address", address)
+        assert f"what answers at --ray-address {address} is not Ray" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--workers", "0"), "at least one worker"),
+        (("--controllers", "0"), "--controllers 0"),
+        (("--ray-address", "auto"), "means nothing without --workers"),
+        (("--workers", "1", "--max-staleness", "3"), "means nothing without --controllers"),
+        (("--controllers", "1", "--max-staleness", "-1"), "at least 0"),
+        (("--workers", "1", "--ray-address", "ray://host"), "HOST:PORT"),
+        (("--workers", "1", "--worker-resource", "GPU"), "NAME=AMOUNT"),
+        (("--workers", "1", "--worker-resource", "GPU=1.5"), "whole ones"),
+        (("--workers", "1", "--worker-resource", "GPU=nan"), "no amount"),
+        (("--workers", "1", "--trial-timeout", "soon"), "not a time"),
+        (("--workers", "1", "--trial-timeout", "0s"), "cannot be given 0 seconds"),
+    ],
+)
+def test_options_that_make_no_sense(
+    arguments: tuple[str, ...], said: str, complaint: Callable[..., str]
+) -> None:
+    assert said in complaint(*arguments)
