@@ -462,9 +462,7 @@ def test_what_others_keep_on_their_servers_stays(program: Program) -> None:
         mine = tf.compat.v1.get_variable("left/kernel", [], use_resource=True)
         put, got = mine.assign(7.0).op, mine.read_value()
     target = f"grpc://127.0.0.1:{ports[0]}"
-    with TensorFlowRunner(
-        program, CPU2, dataclasses.replace(quick, ports=tuple(ports))
-    ) as servers:
+    with TensorFlowRunner(program, CPU2, dataclasses.replace(quick, ports=tuple(ports))) as servers:
         servers.start()
         with tf.compat.v1.Session(target, graph=graph) as session:
             session.run(put)
