@@ -13,9 +13,9 @@ import pytest
 from placewright.calibration import (
     Calibration,
     Correction,
-    calibrated_cluster,
     Fidelity,
     Timed,
+    calibrated_cluster,
     check,
     corrected,
     fidelity,
@@ -59,7 +59,9 @@ def test_a_correction_is_found_again(problem: Problem) -> None:
     result = judged(
         found.apply(problem),
         fresh,
-        Simulator(truth.apply(problem)).run(np.stack([p.devices for p in fresh])).step_seconds,
+        Simulator(truth.apply(problem))
+        .run(np.stack([p.devices for p in fresh]))
+        .step_seconds.tolist(),
     )
     assert result.error < 0.03
     assert result.spearman > 0.98

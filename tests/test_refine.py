@@ -113,7 +113,7 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
         return steady(seconds * 1.02 ** len(devices.runs))
 
     devices = Devices(problem, behave)
-    result = refine(problem, devices, ["local-search"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    result = refine(problem, devices, ["local-search"], Budget(trials=40), config=QUICK)  # type: ignore[arg-type]
     assert result.best is not None
     assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
     assert devices.runs.count(result.placement) > QUICK.final_rounds
@@ -191,15 +191,17 @@ def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
     )
     assert began_with(tmp_path) == "measure"
     resume = str(tmp_path)
-    assert evaluation.choose(None, "m.pb", problem.cluster, resume, budget, RunConfig()) == evaluation.MEASURE
+    devices = RunConfig(addresses={"cpu:0": "a:1", "cpu:1": "a:2"})
+    how = evaluation.choose(None, "m.pb", problem.cluster, resume, budget, devices)
+    assert how == evaluation.MEASURE
     for wanted in (evaluation.SIMULATE, evaluation.BOTH):
         with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
-            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget, RunConfig())
+            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget, devices)
     with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
         place(problem, trials=9, directory=tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(SearchError, match="does not say how it began"):
-        evaluation.choose(None, "m.pb", problem.cluster, resume, budget, RunConfig())
+        evaluation.choose(None, "m.pb", problem.cluster, resume, budget, devices)
 
 
 def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path) -> None:

@@ -500,7 +500,8 @@ class Fidelity:
 def fidelity(
     problem: Problem, first: Mapping[Placement, Timed], second: Mapping[Placement, Timed]
 ) -> tuple[list[Placement], Fidelity]:
-    """How the problem's costs predict two passes over the same placements: those that ran in both."""
+    """How the problem's costs predict two passes over the same placements; of those that ran in
+    both."""
     placements = [placement for placement in first if placement in second]
     if not placements:
         raise CostsError("none of the placements ran, so there is nothing to compare")

@@ -182,8 +182,8 @@ def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -
             "no address for device cpu:1",
         ),
         (
-            ("place", "towers.pb", "-c", "k80x2", "--evaluate", "measure", "--address", "cpu:0=a:1"),
-            "no address for device gpu:0",
+            ("place", "towers.pb", "-c", "cpu2", "--evaluate", "measure", "--address", "cpu:0=a:1"),
+            "no address for device cpu:1",
         ),
     ],
 )

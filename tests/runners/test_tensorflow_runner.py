@@ -310,12 +310,12 @@ def test_variables_that_run_away_over_many_placements_begin_anew() -> None:
         # Ten times as large after every step: infinite after four placements, but not after one.
         step = growing.assign(growing * 10.0)
         with tf.control_dependencies([step]):
-            tf.add(tf.reduce_sum(growing.read_value()), 0.0 * tf.reduce_sum(x), name="sum")
+            tf.add(tf.reduce_sum(growing.read_value()), 0.0 * tf.reduce_sum(x), name="total")
         wild = growing.read_value() * 1e38
         tf.add(tf.reduce_sum(wild * 1e38), 0.0 * tf.reduce_sum(x), name="always")
 
     config = RunConfig(steps=10, max_steps=10)
-    with TensorFlowRunner(small(build, ["sum:0"]), CPU2, config) as runner:
+    with TensorFlowRunner(small(build, ["total:0"]), CPU2, config) as runner:
         for number in range(12):
             # The same again and again, and both devices by turns.
             devices = runs_on(runner.program, 0 if number < 6 else number % 2)
@@ -462,9 +462,7 @@ def test_what_others_keep_on_their_servers_stays(program: Program) -> None:
         mine = tf.compat.v1.get_variable("left/kernel", [], use_resource=True)
         put, got = mine.assign(7.0).op, mine.read_value()
     target = f"grpc://127.0.0.1:{ports[0]}"
-    with TensorFlowRunner(
-        program, CPU2, dataclasses.replace(quick, ports=tuple(ports))
-    ) as servers:
+    with TensorFlowRunner(program, CPU2, dataclasses.replace(quick, ports=tuple(ports))) as servers:
         servers.start()
         with tf.compat.v1.Session(target, graph=graph) as session:
             session.run(put)
