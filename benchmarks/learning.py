@@ -217,7 +217,7 @@ def speed() -> None:
             settings.append("polish=1")
         config = configured(PRESETS[preset], settings)
         learner = Learner(problem, config, name=preset)
-        seconds = []
+        seconds: list[float] = []
         while len(seconds) < 12:
             spent = 0.0
             before = learner.updates
