@@ -325,7 +325,7 @@ def report() -> None:
         seeds = sorted({int(r["seed"]) for r in rows})
         parts += ["", f"## {title}", "", f"Seeds {', '.join(map(str, seeds))}."]
         for column in [c for c in rows[0] if c.startswith("best_at_")]:
-            if name != "noise":
+            if name != "noise" and any(r[column] for r in rows):
                 trials = int(column.removeprefix("best_at_"))
                 parts += ["", f"Best after {trials:,} trials:", "", table(rows, column)]
         if name in ("quality", "noise"):
