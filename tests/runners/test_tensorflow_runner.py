@@ -406,21 +406,35 @@ def test_a_device_that_dies_or_takes_too_long(program: Program) -> None:
     assert all(wait_for(lambda pid=pid: gone(pid)) for pid in last)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["master", "other device", "client"])
-def test_a_process_that_hangs(program: Program, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "used"),
+    [(0, True), (1, True), (1, False), (2, True)],
+    ids=["master", "other device", "device not used", "client"],
+)
+def test_a_process_that_hangs(program: Program, number: int, used: bool) -> None:
     config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
         pids = runner.pids
         # It neither answers nor dies.
         threading.Timer(1.0, os.kill, (pids[number], signal.SIGSTOP)).start()
-        hung = runner.measure(by_tower(program)).measurement
+        # Where the placement does not use it, TensorFlow does not notice.
+        hung = runner.measure(by_tower(program) if used else runs_on(program)).measurement
         assert hung.outcome is Outcome.TIMED_OUT
         assert runner.restarts == 1
         assert all(wait_for(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
         # And the next placement runs.
         runner.config = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
         assert runner.measure(by_tower(program)).measurement.ok
+
+
+def test_signs_of_life(program: Program) -> None:
+    with TensorFlowRunner(program, CPU2) as runner:
+        runner.start()
+        assert runner._silent() == ""
+        assert runner._silent() == ""  # not taken for an answer that came late
+        os.kill(runner.pids[1], signal.SIGSTOP)
+        assert runner._silent() == "the process of device cpu:1"
 
 
 def test_a_port_that_is_taken(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
