@@ -288,7 +288,7 @@ def run(
     evaluator = evaluator or SimulatedEvaluator(problem)
     chosen = registry.make(
         methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
-        learner=learner, policy=None if policy is None else str(policy),
+        learner=learner, policy=policy,
         cheap=evaluator.cheap,
     )  # fmt: skip
     if team is not None:
@@ -300,7 +300,7 @@ def run(
     with open_journal(directory, problem, "measure" if measured else "simulate") as journal:
         progress = search(
             chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
-            directory=None if directory is None else Path(directory),
+            directory=directory,
         )  # fmt: skip
     best = None
     for result in progress.results():

@@ -65,11 +65,11 @@ def search_measured(
         if limits is not None:
             placers = registry.make(
                 methods, problem, seed=seed, seconds=limits.seconds, trials=limits.trials,
-                learner=learner, policy=None if policy is None else str(policy), cheap=False,
+                learner=learner, policy=policy, cheap=False,
             )  # fmt: skip
             found = search(
                 placers, evaluator, limits, journal=real, seed=seed, observe=observe,
-                stop=real.stop, directory=None if directory is None else Path(directory),
+                stop=real.stop, directory=directory,
             )  # fmt: skip
             real.credit(found)
         real.final()

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from placewright.errors import LearningError, MissingExtraError, SearchError
 from placewright.placement import Placement
@@ -60,7 +61,7 @@ class Settings:
     """Settings of the learned methods, `name=value` each (`learning.config.LearnerConfig`)."""
     cheap: bool = True
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
-    policy: str | None = None
+    policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
 
@@ -234,7 +235,7 @@ def make(
     seconds: float | None = None,
     trials: int | None = None,
     learner: Sequence[str] = (),
-    policy: str | None = None,
+    policy: str | Path | None = None,
     cheap: bool = True,
 ) -> list[Placer]:
     """The placers of these names, in order."""

@@ -116,7 +116,7 @@ def refine(
             real=Measuring(problem, evaluator, budget, seed, journal, observe, stop, config),
             config=config,
             methods=methods,
-            options={"learner": learner, "policy": None if policy is None else str(policy)},
+            options={"learner": learner, "policy": policy},
         )
         return refinement.run()
 

@@ -144,7 +144,7 @@ def search(
     budget: Budget,
     *,
     journal: Record | None = None,
-    directory: Path | None = None,
+    directory: str | Path | None = None,
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -161,6 +161,7 @@ def search(
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
     """
+    directory = None if directory is None else Path(directory)
     known: dict[Placement, Measurement] = {}
     told: list[Trial] = []
     progress = Progress(budget=budget, started=time.monotonic())
