@@ -75,7 +75,8 @@ def test_nothing_is_imported_from_the_current_directory(
     )
     (tmp_path / "json.py").write_text("raise SystemExit('not the json you are looking for')\n")
     monkeypatch.chdir(tmp_path)
-    path = f"{tmp_path / 'modules'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    # Without an empty part, which would stand for the current directory.
+    path = os.pathsep.join(filter(None, (str(tmp_path / "modules"), os.environ.get("PYTHONPATH"))))
     child = Child("polite", {"hello": 1}, seconds=10.0, environment={"PYTHONPATH": path})
     try:
         assert child.receive(30.0) == {"hello": 1}, child.last_words()

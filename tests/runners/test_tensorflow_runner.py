@@ -59,7 +59,10 @@ def runs_on(program: Program, device: int = 0) -> list[int]:
 
 def gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        # A killed process is a zombie before its other threads have ended; its parent is told of
+        # its end only then.
+        return state == "Z" and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
     except OSError:
         return True
 
