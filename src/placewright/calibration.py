@@ -195,10 +195,12 @@ def _fit_link(link: Link, hops: Sequence[float]) -> Link:
     weights = 1.0 / seconds
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, np.newaxis]
     (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)
+    latency = float(max(latency, 1e-6))
     return dataclasses.replace(
         link,
-        latency_seconds=float(max(latency, 1e-6)),
+        latency_seconds=latency,
         bandwidth=float(1.0 / max(per_byte, 1e-13)),
+        gap_seconds=None if link.gap_seconds is None else min(link.gap_seconds, latency),
     )
 
 
@@ -212,8 +214,10 @@ class Correction:
     ops: float = 1.0
     latency: float = 1.0
     bandwidth: float = 1.0
+    gap: float = 1.0
+    """The part of the latency during which the link is occupied."""
     overhead: float = 0.0
-    """Seconds of a busy core per transfer, as a share of the link's latency."""
+    """Seconds of a busy core per transfer, as a share of the link's latency as it was measured."""
     overhead_bytes: float = 0.0
     """The same per byte, as a share of the link's time per byte."""
 
@@ -227,20 +231,35 @@ class Correction:
 
     def _link(self, link: Link) -> Link:
         share = self.overhead_bytes
+        latency = link.latency_seconds * self.latency
         return dataclasses.replace(
             link,
-            latency_seconds=link.latency_seconds * self.latency,
+            latency_seconds=latency,
             bandwidth=link.bandwidth * self.bandwidth,
+            gap_seconds=latency * self.gap,
             overhead_seconds=link.latency_seconds * self.overhead,
             overhead_bandwidth=link.bandwidth / share if share else math.inf,
         )
 
 
-_STARTS = ((0.0, 0.0), (0.3, 0.3), (1.0, 0.3), (3.0, 0.3), (1.0, 1.0))
-"""Shares of overhead that the fit begins with: the best of these."""
+_STARTS = tuple(
+    (gap, overhead, share)
+    for gap in (0.1, 0.4, 1.0)
+    for overhead, share in ((0.0, 0.0), (0.3, 0.3), (1.0, 0.3), (3.0, 0.3), (1.0, 1.0))
+)
+"""Gaps and shares of overhead that the fit begins with: the best of these."""
 
 _FACTORS = ("ops", "latency", "bandwidth")
-"""What is multiplied; the rest are shares, which begin at nothing."""
+"""What is multiplied, and stays as measured where the placements do not say otherwise."""
+
+_RANGES = {
+    "ops": (0.05, 20.0),
+    "latency": (0.05, 20.0),
+    "bandwidth": (0.05, 20.0),
+    "gap": (0.01, 1.0),
+    "overhead": (0.0, 40.0),
+    "overhead_bytes": (0.0, 40.0),
+}
 
 _STEPS = (1.6, 1.25, 1.1, 1.04)
 """Factors by which each setting is tried to be changed, coarse to fine."""
@@ -265,7 +284,7 @@ def fit(
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts.
-    starts = [Correction(overhead=o, overhead_bytes=b) for o, b in _STARTS]
+    starts = [Correction(gap=g, overhead=o, overhead_bytes=b) for g, o, b in _STARTS]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
     for factor in _STEPS:
         improved = True
@@ -279,12 +298,12 @@ def fit(
 
 
 def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:
-    for name in (*_FACTORS, "overhead", "overhead_bytes"):
+    for name, (low, high) in _RANGES.items():
         value = getattr(correction, name)
-        low, high = (0.05, 20.0) if name in _FACTORS else (0.0, 40.0)
         for changed in (value * factor, value / factor, 0.2 if value == 0.0 else value):
-            if changed != value and low <= changed <= high:
-                yield dataclasses.replace(correction, **{name: changed})
+            clipped = min(max(changed, low), high)
+            if clipped != value:
+                yield dataclasses.replace(correction, **{name: clipped})
 
 
 # --- the whole -----------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ class Link:
     """The neighbours (devices or switches) it joins; transfers between any of them share it."""
     duplex: bool = True
     """Whether the two directions are separate, as on PCIe, or share the wire."""
+    gap_seconds: float | None = None
+    """The part of the latency during which nothing else can start on the link; all of it unless
+    given. What remains passes on the way, side by side with other transfers."""
     overhead_seconds: float = 0.0
     """What a transfer takes of the processor at either end, where that is busy computing: gRPC
     packs and unpacks on the cores that compute."""
@@ -114,6 +117,11 @@ class Link:
 
     def __post_init__(self) -> None:
         _not_negative(self.latency_seconds, f"latency of link {self.name!r}")
+        if self.gap_seconds is not None and not 0 <= self.gap_seconds <= self.latency_seconds:
+            raise ClusterError(
+                f"gap of link {self.name!r} must be between 0 and its latency "
+                f"({self.latency_seconds:g} s), not {self.gap_seconds:g}"
+            )
         _positive(self.bandwidth, f"bandwidth of link {self.name!r}")
         _not_negative(self.overhead_seconds, f"overhead of link {self.name!r}")
         if not self.overhead_bandwidth > 0:
@@ -127,11 +135,14 @@ class Routes:
     """How a tensor gets from one of D devices to another, as arrays for the simulator.
 
     A transfer occupies all channels of its route at once, from its start for
-    `latency + bytes * seconds_per_byte`. A channel is one direction of a link.
+    `gap + bytes * seconds_per_byte`, and arrives after `latency + bytes * seconds_per_byte`. A
+    channel is one direction of a link.
     """
 
     latency_seconds: FloatArray
     """[D, D] summed over the route."""
+    gap_seconds: FloatArray
+    """[D, D] likewise; not more than the latency."""
     seconds_per_byte: FloatArray
     """[D, D] of the slowest link on the route."""
     overhead_seconds: FloatArray
@@ -292,15 +303,17 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "bandwidth": link.bandwidth,
                 "pairs": [list(pair) for pair in link.pairs],
                 "duplex": link.duplex,
-                **_overhead_document(link),
+                **_optional_document(link),
             }
             for link in cluster.links
         ],
     }
 
 
-def _overhead_document(link: Link) -> dict[str, float]:
+def _optional_document(link: Link) -> dict[str, float]:
     document = {}
+    if link.gap_seconds is not None:
+        document["gap"] = link.gap_seconds
     if link.overhead_seconds:
         document["overhead"] = link.overhead_seconds
     if link.overhead_bandwidth < math.inf:
@@ -342,7 +355,8 @@ def _cluster(document: object, where: str) -> Cluster:
     links = []
     for entry in _list(fields.get("links", []), "'links'"):
         known = {
-            "name", "latency", "bandwidth", "pairs", "duplex", "overhead", "overhead_bandwidth",
+            "name", "latency", "bandwidth", "pairs", "duplex", "gap", "overhead",
+            "overhead_bandwidth",
         }  # fmt: skip
         data = _fields(entry, "a link", known)
         name = _string(data.get("name"), "the name of a link")
@@ -362,6 +376,9 @@ def _cluster(document: object, where: str) -> Cluster:
                 bandwidth=_quantity(data.get("bandwidth"), _RATES, f"bandwidth of {name!r}"),
                 pairs=tuple(pairs),
                 duplex=duplex,
+                gap_seconds=(
+                    _quantity(data["gap"], _SECONDS, f"gap of {name!r}") if "gap" in data else None
+                ),
                 overhead_seconds=_quantity(
                     data.get("overhead", 0.0), _SECONDS, f"overhead of {name!r}"
                 ),
@@ -511,6 +528,7 @@ def _find_routes(cluster: Cluster) -> Routes:
 
     n = cluster.num_devices
     latency = np.zeros((n, n))
+    gap = np.zeros((n, n))
     per_byte = np.zeros((n, n))
     overhead = np.zeros((n, n))
     overhead_per_byte = np.zeros((n, n))
@@ -526,6 +544,10 @@ def _find_routes(cluster: Cluster) -> Routes:
                     )
                 way = ways[target]
                 latency[s, d] = sum(link.latency_seconds for link, _ in way)
+                gap[s, d] = sum(
+                    link.latency_seconds if link.gap_seconds is None else link.gap_seconds
+                    for link, _ in way
+                )
                 per_byte[s, d] = max(1.0 / link.bandwidth for link, _ in way)
                 overhead[s, d] = sum(link.overhead_seconds for link, _ in way)
                 overhead_per_byte[s, d] = sum(1.0 / link.overhead_bandwidth for link, _ in way)
@@ -534,6 +556,7 @@ def _find_routes(cluster: Cluster) -> Routes:
             offsets.append(len(channels))
     return Routes(
         latency_seconds=frozen(latency),
+        gap_seconds=frozen(gap),
         seconds_per_byte=frozen(per_byte),
         overhead_seconds=frozen(overhead),
         overhead_seconds_per_byte=frozen(overhead_per_byte),

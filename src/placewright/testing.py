@@ -144,12 +144,14 @@ def random_problem(
     max_devices: int = 4,
     tight_memory: bool = False,
     overhead: bool = False,
+    gaps: bool = False,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
     Times are multiples of 1/1024 s and bandwidths powers of two, so that sums are exact and ties
     are real: whoever breaks a tie in another order gets another schedule. All groups fit together
-    on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors.
+    on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
+    with `gaps`, links are free again before what they carried has arrived.
     """
     rng = np.random.default_rng(seed)
     kinds = [
@@ -177,6 +179,12 @@ def random_problem(
                 overhead_seconds=int(rng.integers(0, 3)) / 1024,
                 overhead_bandwidth=float(2 ** rng.integers(11, 16)),
             )
+            for link in cluster.links
+        )
+        cluster = replace(cluster, links=links)
+    if gaps:
+        links = tuple(
+            replace(link, gap_seconds=int(rng.integers(0, 1024 * link.latency_seconds + 1)) / 1024)
             for link in cluster.links
         )
         cluster = replace(cluster, links=links)

@@ -190,7 +190,9 @@ def test_cp_sat_finds_and_proves_the_optimum(problem: Problem, optimum: float) -
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5, 7, 11, 12, 13])
 def test_no_placement_is_under_the_bound(seed: int) -> None:
-    problem = random_problem(seed, max_ops=10, max_groups=5, max_devices=3, tight_memory=seed > 6)
+    problem = random_problem(
+        seed, max_ops=10, max_groups=5, max_devices=3, tight_memory=seed > 6, gaps=seed % 2 > 0
+    )
     placer = Exact(problem, ExactConfig(max_placements=0, max_work=2.0))
     placer.ask(1)
     assert placer.lower_bound_seconds <= best_seconds(all_trials(problem))

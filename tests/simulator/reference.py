@@ -25,8 +25,8 @@ class Outcome:
     op_start: dict[int, float] = field(default_factory=dict)
     op_end: dict[int, float] = field(default_factory=dict)
     op_slot: dict[int, int] = field(default_factory=dict)
-    transfers: list[tuple[int, int, int, float, float, float]] = field(default_factory=list)
-    """(tensor or -1, source device, target device, request, start, end), as requested."""
+    transfers: list[tuple[int, int, int, float, float, float, float]] = field(default_factory=list)
+    """(tensor or -1, source device, target device, request, start, free, end), as requested."""
 
 
 @dataclass
@@ -67,6 +67,7 @@ class Reference:
         self.ends: dict[int, float] = {}
         """End of each op less what its server was late when it joined the queue."""
         self.channel_free = [0.0] * len(cluster.routes.channel_names)
+        self.last_arrival = [0.0] * len(self.channel_free)
         self.packing = 0.0
         """Work of sending what the last op made."""
         self.events: list[tuple[float, int, int, int, object]] = []
@@ -180,14 +181,15 @@ class Reference:
         first, end = routes.offsets[source * count + target : source * count + target + 2]
         channels = [int(c) for c in routes.channels[first:end]]
         start = max([now, *(self.channel_free[c] for c in channels)])
-        arrival = (
-            start
-            + float(routes.latency_seconds[source, target])
-            + item.bytes * float(routes.seconds_per_byte[source, target])
-        )
+        moving = item.bytes * float(routes.seconds_per_byte[source, target])
+        arrival = start + float(routes.latency_seconds[source, target]) + moving
         for channel in channels:
-            self.channel_free[channel] = arrival
-        self.out.transfers.append((item.tensor, source, target, now, start, arrival))
+            self.channel_free[channel] = start + float(routes.gap_seconds[source, target]) + moving
+        # In the order it was given, on the first channel.
+        arrival = max(arrival, self.last_arrival[channels[0]])
+        self.last_arrival[channels[0]] = arrival
+        free = self.channel_free[channels[0]]
+        self.out.transfers.append((item.tensor, source, target, now, start, free, arrival))
         self.push(arrival, ARRIVAL, channels[0], (item, target))
         self.hold(item.tensor, source, ("sent to", target, item.tensor))
 

@@ -45,8 +45,10 @@ def placements(problem: Problem, seed: int, count: int) -> IndexArray:
 
 
 def random_case(seed: int) -> Problem:
-    overhead = seed % 2 == 1
-    return random_problem(seed, max_ops=20, max_groups=20, tight_memory=True, overhead=overhead)
+    return random_problem(
+        seed, max_ops=20, max_groups=20, tight_memory=True,
+        overhead=seed % 2 == 1, gaps=seed % 3 > 0,
+    )  # fmt: skip
 
 
 def layered_problem(ops: int, width: int, cluster: Cluster | None = None) -> Problem:
@@ -102,7 +104,9 @@ def test_timeline_equals_the_reference(reference: Reference, seed: int) -> None:
     assert timeline.op_end.tolist() == [expected.op_end[op] for op in ops]
     assert timeline.op_slot.tolist() == [expected.op_slot[op] for op in ops]
     sent = timeline.transfers
-    columns = (sent.tensor, sent.source, sent.target, sent.request, sent.start, sent.end)
+    columns = (
+        sent.tensor, sent.source, sent.target, sent.request, sent.start, sent.free, sent.end,
+    )  # fmt: skip
     assert list(zip(*(c.tolist() for c in columns), strict=True)) == expected.transfers
 
 

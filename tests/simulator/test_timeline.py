@@ -19,7 +19,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_timeline(seed: int) -> Timeline:
-    problem = random_problem(seed, max_ops=20, max_groups=20, tight_memory=True)
+    problem = random_problem(seed, max_ops=20, max_groups=20, tight_memory=True, gaps=seed % 2 > 0)
     row = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_groups)
     return Simulator(problem).timeline(Placement.of(problem, row.astype(np.int32)))
 
@@ -146,7 +146,9 @@ def test_chrome_trace_is_well_formed() -> None:
     ]
     moves = [e for e in events if e["ph"] == "X" and e["pid"] == 3]
     assert [(e["name"], e["ts"], e["dur"]) for e in moves] == [("a", 1e6, 4e6), ("b", 5e6, 3e6)]
-    assert moves[1]["args"] == {"from": "dev:1", "to": "dev:2", "bytes": 3, "waited_us": 4e6}
+    assert moves[1]["args"] == {
+        "from": "dev:1", "to": "dev:2", "bytes": 3, "waited_us": 4e6, "arrives_us": 8e6,
+    }  # fmt: skip
     counters = [e for e in events if e["ph"] == "C" and e["pid"] == 2]
     assert max(e["args"]["bytes"] for e in counters) == timeline.peak_bytes[2]
     assert trace["otherData"]["step_seconds"] == 10

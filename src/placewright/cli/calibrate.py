@@ -108,6 +108,7 @@ def calibrate(
                 "name": link.name,
                 "latency_seconds": link.latency_seconds,
                 "bandwidth": link.bandwidth,
+                "gap_seconds": link.gap_seconds,
                 "overhead_seconds": link.overhead_seconds,
                 "overhead_bandwidth": link.overhead_bandwidth
                 if link.overhead_bandwidth < math.inf

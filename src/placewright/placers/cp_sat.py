@@ -159,11 +159,12 @@ class _Model:
         model.add_implication(sent, source)
         for on in readers:
             model.add_bool_or([source.negated(), on.negated(), sent])
+        occupied = machine.occupied_ticks(i, s, d)
         interval = model.new_optional_fixed_size_interval_var(
-            self._item_start[i, d], ticks, sent, f"item{i}:{s}>{d}"
+            self._item_start[i, d], occupied, sent, f"item{i}:{s}>{d}"
         )
         for c in machine.channels[s][d]:
-            self._channel_use.setdefault(c, []).append((interval, ticks * sent))
+            self._channel_use.setdefault(c, []).append((interval, occupied * sent))
         return ticks
 
     def _share_resources(self) -> None:

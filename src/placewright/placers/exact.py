@@ -266,7 +266,8 @@ class Machine:
 
     Each device runs as many ops at a time as it has slots. A tensor is sent once to each other
     device that needs it, however many ops read it there, after its producer ended; that occupies
-    all channels of the route. A control edge sends nothing but costs the latency.
+    all channels of the route for the gap and its bytes. A control edge sends nothing but costs the
+    latency.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -279,6 +280,7 @@ class Machine:
         self.items = _items(problem.graph, problem.grouping.group_of)
         routes = cluster.routes
         self.latency = routes.latency_seconds.tolist()
+        self.gap = routes.gap_seconds.tolist()
         self.per_byte = routes.seconds_per_byte.tolist()
         # Nothing ever side by side: some schedule of any placement is at least as short.
         self.serial_seconds = self._serial_seconds()
@@ -323,6 +325,10 @@ class Machine:
     def transfer_ticks(self, item: int, src: int, dst: int) -> int:
         return self.ticks(self.latency[src][dst] + self.items[item].bytes * self.per_byte[src][dst])
 
+    def occupied_ticks(self, item: int, src: int, dst: int) -> int:
+        """How long the channels are kept from the next transfer."""
+        return self.ticks(self.gap[src][dst] + self.items[item].bytes * self.per_byte[src][dst])
+
     def fits(self, devices: Sequence[int]) -> bool:
         """Whether variables and optimizer state fit."""
         used = [0] * len(self.devices)
@@ -354,7 +360,7 @@ class Machine:
                     arrival[i, d] = start + self.transfer_ticks(i, src, d)
                     item_start[i, d] = start
                     for c in route:
-                        channel_free[c] = arrival[i, d]
+                        channel_free[c] = start + self.occupied_ticks(i, src, d)
                 ready = max(ready, arrival[i, d])
             slot = slot_free[d].index(min(slot_free[d]))
             op_start.append(max(ready, slot_free[d][slot]))
@@ -387,16 +393,17 @@ class Machine:
         for s in self.devices:
             for d in self.devices:
                 s2, d2 = swapped[s], swapped[d]
-                if (self.latency[s][d], self.per_byte[s][d], len(self.channels[s][d])) != (
-                    self.latency[s2][d2],
-                    self.per_byte[s2][d2],
-                    len(self.channels[s2][d2]),
-                ):
+                if self._route(s, d) != self._route(s2, d2):
                     return False
                 for c, c2 in zip(self.channels[s][d], self.channels[s2][d2], strict=True):
                     if image.setdefault(c, c2) != c2:
                         return False
         return len(set(image.values())) == len(image)
+
+    def _route(self, s: int, d: int) -> tuple[float, float, float, int]:
+        return (
+            self.latency[s][d], self.gap[s][d], self.per_byte[s][d], len(self.channels[s][d]),
+        )  # fmt: skip
 
 
 def _items(graph: Graph, group_of: IndexArray) -> list[_Item]:

@@ -325,7 +325,7 @@ def gantt(timeline: Timeline) -> Gantt:
             sent.source.tolist(),
             sent.target.tolist(),
             sent.start.tolist(),
-            sent.end.tolist(),
+            sent.free.tolist(),
             sent.bytes.tolist(),
             strict=True,
         )

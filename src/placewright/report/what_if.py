@@ -71,7 +71,12 @@ def _changes(problem: Problem, placement: Placement) -> Iterator[tuple[str, str,
     yield "the same machine", "only as much more searching as the others got", problem
     if cluster.links:
         faster = tuple(
-            replace(link, bandwidth=2 * link.bandwidth, latency_seconds=link.latency_seconds / 2)
+            replace(
+                link,
+                bandwidth=2 * link.bandwidth,
+                latency_seconds=link.latency_seconds / 2,
+                gap_seconds=None if link.gap_seconds is None else link.gap_seconds / 2,
+            )
             for link in cluster.links
         )
         yield (

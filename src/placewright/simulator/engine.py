@@ -138,6 +138,7 @@ class Simulator:
             transfer_use=log.sent[:sent].astype(np.int64),
             transfer_request=log.use_request[log.sent[:sent]],
             transfer_start=log.use_start[log.sent[:sent]],
+            transfer_free=log.use_free[log.sent[:sent]],
             transfer_end=log.use_end[log.sent[:sent]],
             change_seconds=log.change_seconds[:changes],
             change_device=log.change_device[:changes],
@@ -229,6 +230,8 @@ class Recording:
     """[M] the first use each transfer serves, in the order they were asked for."""
     transfer_request: FloatArray
     transfer_start: FloatArray
+    transfer_free: FloatArray
+    """[M] when the channels are free for the next."""
     transfer_end: FloatArray
     change_seconds: FloatArray
     """[L]"""
@@ -295,6 +298,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         server_device=np.repeat(np.arange(len(slots)), slots).astype(UINT),
         routes=_padded_routes(problem, first_queue=sum(slots)),
         latency=cluster.routes.latency_seconds.flatten(),
+        gap=cluster.routes.gap_seconds.flatten(),
         per_byte=cluster.routes.seconds_per_byte.flatten(),
         overhead=cluster.routes.overhead_seconds.flatten(),
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),

@@ -92,6 +92,8 @@ class Tables(NamedTuple):
     their first channel, which changes nothing and makes all equally long."""
     latency: Floats
     """[D * D] seconds"""
+    gap: Floats
+    """[D * D] seconds of the latency during which the channels are occupied."""
     per_byte: Floats
     """[D * D] seconds"""
     overhead: Floats
@@ -199,6 +201,7 @@ class Log(NamedTuple):
     sent: Uints
     use_request: FloatArray
     use_start: FloatArray
+    use_free: FloatArray
     use_end: FloatArray
     change_seconds: FloatArray
     change_device: IndexArray
@@ -223,6 +226,7 @@ class Log(NamedTuple):
             sent=np.zeros(uses, dtype=UINT),
             use_request=np.zeros(uses),
             use_start=np.zeros(uses),
+            use_free=np.zeros(uses),
             use_end=np.zeros(uses),
             change_seconds=np.zeros(changes),
             change_device=np.zeros(changes, dtype=np.int32),
@@ -303,6 +307,7 @@ def simulate(
     own, released, sources = tables.own, tables.released, tables.sources
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
+    gap = tables.gap
     state, holders, limit = scratch.state, scratch.holders, scratch.limit
     overhead, overhead_per_byte = tables.overhead, tables.overhead_per_byte
     free_at, head_end, head, tail = scratch.free_at, scratch.head_end, scratch.head, scratch.tail
@@ -470,25 +475,31 @@ def simulate(
                     start = now
                     for j in range(hops):
                         start = max(start, free_at[routes[route * hops + j]])
-                    end = start + latency[route] + use_bytes[use] * per_byte[route]
+                    moving = use_bytes[use] * per_byte[route]
+                    end = start + latency[route] + moving
                     for j in range(hops):
-                        free_at[routes[route * hops + j]] = end
+                        free_at[routes[route * hops + j]] = start + gap[route] + moving
                     packer = device
                     packing += overhead[route] + use_bytes[use] * overhead_per_byte[route]
+                    channel = routes[route * hops]
+                    idle = head_end[channel] == np.inf
+                    # A channel hands over what it carries in the order it was given, whatever
+                    # the latency of the rest of the way.
+                    if not idle:
+                        end = max(end, entries[tail[channel]].end)
                     if log is not None:
                         log.sent[log.counts[0]] = use
                         log.counts[0] += 1
                         log.use_request[use] = now
                         log.use_start[use] = start
+                        log.use_free[use] = start + gap[route] + moving
                         log.use_end[use] = end
-                    channel = routes[route * hops]
                     entry = free
                     free = entries[entry].next
                     entries[entry].end = end
                     entries[entry].item = use
                     entries[entry].buffer = buffer
                     entries[entry].device = device
-                    idle = head_end[channel] == np.inf
                     entries[no_entry if idle else tail[channel]].next = entry
                     tail[channel] = entry
                     head[channel] = entry if idle else head[channel]

@@ -75,7 +75,10 @@ class Transfers:
     """[M] when the op had made it."""
     start: FloatArray
     """[M] when all channels were free."""
+    free: FloatArray
+    """[M] when they were free for the next, which can be before this one arrived."""
     end: FloatArray
+    """[M] when it arrived."""
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -123,7 +126,8 @@ class Timeline:
 
     @cached_property
     def transfer_seconds(self) -> FloatArray:
-        """[D] seconds of all transfers from or to a device; they overlap with ops."""
+        """[D] seconds of all transfers from or to a device; they overlap with ops, and where a
+        link has a gap shorter than its latency, with each other."""
         totals = np.zeros(self.problem.num_devices)
         duration = self.transfers.end - self.transfers.start
         np.add.at(totals, self.transfers.source, duration)
@@ -203,12 +207,13 @@ class Timeline:
                 "to": names[target],
                 "bytes": int(sent.bytes[i]),
                 "waited_us": float(sent.start[i] - sent.request[i]) * 1e6,
+                "arrives_us": float(sent.end[i]) * 1e6,
             }
             for channel in route_channels(self.problem, source, target):
                 events.append(
                     _slice(
                         graph.op_names[sent.producer[i]], process=len(names), thread=channel,
-                        start=float(sent.start[i]), end=float(sent.end[i]), args=args,
+                        start=float(sent.start[i]), end=float(sent.free[i]), args=args,
                     )
                 )  # fmt: skip
         return events
@@ -253,6 +258,7 @@ def build_timeline(
         bytes=frozen(sizes[tensor]),
         request=frozen(recording.transfer_request),
         start=frozen(recording.transfer_start),
+        free=frozen(recording.transfer_free),
         end=frozen(recording.transfer_end),
     )
     curves, live = _memory(problem, flow, op_device, recording)
@@ -310,15 +316,17 @@ def _critical_path(
     path: list[PathEntry] = []
     node = int(np.flatnonzero(recording.op_end == recording.step_seconds)[-1])
     transfer: int | None = None
+    until = 0.0
     while True:
         if transfer is not None:
-            start, end = float(transfers.start[transfer]), float(transfers.end[transfer])
+            start, end = float(transfers.start[transfer]), until
             waited = start > transfers.request[transfer]
             delay = Delay.CHANNEL if waited else Delay.INPUT
             path.append(PathEntry(node, transfer, start, end, delay))
             transfer = blocker[transfer] if waited else None
             if transfer is not None:
                 node = int(transfers.producer[transfer])
+                until = start  # of a transfer in the way only the time that it was in the way
             continue
         start, end = float(recording.op_start[node]), float(recording.op_end[node])
         cause = int(recording.op_cause[node])
@@ -335,6 +343,7 @@ def _critical_path(
         else:
             transfer = transfer_of_use[before - num_ops]
             node = int(transfers.producer[transfer])
+            until = float(transfers.end[transfer])
 
 
 def _blocking_transfers(problem: Problem, transfers: Transfers) -> list[int]:
@@ -346,6 +355,6 @@ def _blocking_transfers(problem: Problem, transfers: Transfers) -> list[int]:
     ):
         channels = route_channels(problem, source, target)
         before = [last[channel] for channel in channels if channel in last]
-        result.append(max(before, key=lambda j: float(transfers.end[j]), default=-1))
+        result.append(max(before, key=lambda j: float(transfers.free[j]), default=-1))
         last.update(dict.fromkeys(channels, i))
     return result
