@@ -4,7 +4,9 @@
     python -m benchmarks.fidelity --models rnnlm --placements 12 --no-write
 
 Each model is calibrated (`placewright calibrate`), then fresh placements are measured: random ones,
-contiguous ones, what the classical methods propose, and the best found in the simulator. After each
+contiguous ones, what the classical methods propose, and the best found in the simulator. Half of
+the random and contiguous ones place the model's groups, as a search does; the others every
+co-location set by itself, which makes more transfers and step times that differ more. After each
 model, writes its lines of `results/fidelity/fidelity.csv` (one for each placement) and a README.md
 with the table.
 """
@@ -20,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.simulator import cpu_name, merge_csv
 from placewright import calibration
 from placewright import methods as registry
@@ -28,15 +32,18 @@ from placewright.api import run
 from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster
 from placewright.frontends import load_program
+from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 
+GROUPS, SETS = "groups", "co-location sets"
+"""Kinds of random and contiguous placements: of what."""
 RESULTS = Path(__file__).parent / "results" / "fidelity"
 CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
-FIT = 16
-"""Placements that each calibration is fitted to."""
+FIT = 24
+"""Placements that each calibration is fitted to, half of groups and half of co-location sets."""
 
 
 def main() -> None:
@@ -52,14 +59,19 @@ def main() -> None:
 def check(model: str, cluster: str, count: int) -> list[dict[str, Any]]:
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
+    # Groups are made of co-location sets, so that every placement of groups is one of these, too.
+    sets = dataclasses.replace(problem, grouping=group(program.graph, (by_colocation, by_gradient)))
     with TensorFlowRunner(program, problem.cluster) as runner:
-        fitted_to = varied_placements(problem, FIT)
-        found = calibration.calibrate(problem, runner, fitted_to)
-        problem = found.problem(problem)
-        singles = [everything_on(problem, device) for device in range(problem.num_devices)]
-        kinds = fresh(problem, count, [*fitted_to, *singles])
+        fitted_to = [
+            *(of_sets(p, problem, sets) for p in varied_placements(problem, FIT // 2)),
+            *varied_placements(sets, FIT - FIT // 2),
+        ]
+        found = calibration.calibrate(sets, runner, fitted_to)
+        problem, sets = found.problem(problem), found.problem(sets)
+        singles = [everything_on(sets, device) for device in range(sets.num_devices)]
+        kinds = fresh(problem, sets, count, [*fitted_to, *singles])
         assert len(kinds) >= count, f"{len(kinds)} placements, not {count}"
-        ran, result = calibration.check(problem, runner, list(kinds))
+        ran, result = calibration.check(sets, runner, list(kinds))
     return [
         {
             "model": model,
@@ -75,21 +87,33 @@ def check(model: str, cluster: str, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def fresh(problem: Problem, count: int, seen: Sequence[Placement]) -> dict[Placement, str]:
-    """Placements of all kinds, none of which the calibration has seen."""
+def fresh(
+    problem: Problem, sets: Problem, count: int, seen: Sequence[Placement]
+) -> dict[Placement, str]:
+    """Placements of all kinds, as those of co-location sets, none of which the calibration has
+    seen."""
     known = {placement.devices.tobytes() for placement in seen}
     found: dict[Placement, str] = {}
     for name in registry.installed(CLASSICAL)[0]:
         (placer,) = registry.make([name], problem)
         for placement in placer.ask(problem.num_devices):
-            found.setdefault(placement, name)
+            found.setdefault(of_sets(placement, problem, sets), name)
     best = run(problem, ["local-search"], Budget(seconds=10.0))
-    found.setdefault(best.placement, "best")
+    found.setdefault(of_sets(best.placement, problem, sets), "best")
     found = {p: kind for p, kind in found.items() if p.devices.tobytes() not in known}
-    others = varied_placements(
-        problem, max(0, count - len(found)), seed=1_000_003, without=[*seen, *found]
-    )
-    return found | dict.fromkeys(others, "varied")
+    missing = max(0, count - len(found))
+    groups = varied_placements(problem, 2 * missing, seed=1_000_003)
+    others = [of_sets(placement, problem, sets) for placement in groups]
+    others = [p for p in others if p.devices.tobytes() not in known and p not in found]
+    found |= dict.fromkeys(others[: missing // 2], GROUPS)
+    more = varied_placements(sets, count - len(found), seed=1_000_003, without=[*seen, *found])
+    return found | dict.fromkeys(more, SETS)
+
+
+def of_sets(placement: Placement, problem: Problem, sets: Problem) -> Placement:
+    """The same placement, said of co-location sets."""
+    first = np.unique(sets.grouping.group_of, return_index=True)[1]
+    return Placement.of(sets, placement.devices[problem.grouping.group_of[first]])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -107,8 +131,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             }
         )
         kinds = {"all": list(range(len(mine)))}
-        for name, chosen in (("varied", True), ("proposed by a method", False)):
-            kinds[name] = [n for n, row in enumerate(mine) if (row["kind"] == "varied") == chosen]
+        for kind in (GROUPS, SETS):
+            kinds[kind] = [n for n, row in enumerate(mine) if row["kind"] == kind]
+        kinds["proposed by a method"] = [
+            n for n, row in enumerate(mine) if row["kind"] not in (GROUPS, SETS)
+        ]
         for name, numbers in kinds.items():
             part = result.of(numbers)
             if numbers:

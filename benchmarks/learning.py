@@ -241,7 +241,6 @@ def speed() -> None:
     evaluator = SimulatedEvaluator(problem)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["device"] != device]
-    torch.set_num_threads(os.cpu_count() or 1)  # alone on the machine, unlike the cases above
     # As the presets are, with all their gradient steps, but for one polished placement instead of
     # 240: simulating is not what is timed.
     for preset, hidden in itertools.product(("reinforce", "ppo"), (128, 256)):
@@ -272,15 +271,15 @@ def speed() -> None:
             "preset": preset, "groups": problem.num_groups, "devices": problem.num_devices,
             "hidden": hidden, "samples": 16,
             "gradient_steps": config.epochs + bool(config.polish) * config.imitation_steps,
-            "device": device, "threads": torch.get_num_threads(),
+            "device": device,
             "update_seconds_median": f"{statistics.median(seconds[2:]):.3f}",
             "best": f"{min(seconds[2:]):.3f}", "worst": f"{max(seconds[2:]):.3f}",
         }  # fmt: skip
         print(*row.values(), flush=True)
         rows.append({name: str(value) for name, value in row.items()})
     (RESULTS / "speed.csv").unlink(missing_ok=True)
-    for row in rows:
-        add_csv(RESULTS / "speed.csv", row)
+    for line in rows:
+        add_csv(RESULTS / "speed.csv", line)
 
 
 # --- files and tables ----------------------------------------------------------------------------

@@ -184,7 +184,9 @@ def random_problem(
         cluster = replace(cluster, links=links)
     if gaps:
         links = tuple(
-            replace(link, gap_seconds=int(rng.integers(0, 1024 * link.latency_seconds + 1)) / 1024)
+            replace(
+                link, gap_seconds=int(rng.integers(0, int(1024 * link.latency_seconds) + 1)) / 1024
+            )
             for link in cluster.links
         )
         cluster = replace(cluster, links=links)
