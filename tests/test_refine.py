@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +13,25 @@ import numpy as np
 import pytest
 
 from placewright import methods as registry
+from placewright import refine as refining
 from placewright.api import began_with, place
+from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
 from placewright.errors import SearchError, WorkerError
+from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
+from placewright.learning.learner import Learner
 from placewright.measurement import Measurement, Outcome
 from placewright.measuring import Measuring, search_measured
+from placewright.metrics import read_metrics
 from placewright.placement import Placement
+from placewright.placers.base import Placer
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, Remembering, _Refinement, refine
 from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import Run
-from placewright.search import Budget, search
+from placewright.search import Budget, Progress, search
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 
@@ -47,12 +55,22 @@ class Devices:
         self.program = SimpleNamespace(graph=problem.graph)
         self.cluster = problem.cluster
         self.runs: list[Placement] = []
+        self.traced = 0
+        self.config = RunConfig()
+        self.events: list[str] = []
         self._first = np.full(problem.num_groups, problem.graph.num_ops)
         np.minimum.at(self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops))
         self._simulator = Simulator(problem)
         self._behave = behave
 
+    def close(self) -> None:
+        self.events.append("closed")
+
+    def start(self) -> None:
+        self.events.append("started")
+
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
+        self.traced += bool(how.get("traces"))
         placement = Placement.of(self.problem, np.asarray(devices, np.int32)[self._first])
         self.runs.append(placement)
         seconds = float(self._simulator.run(placement.devices[np.newaxis]).step_seconds[0])
@@ -214,3 +232,163 @@ def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path
         assert result.best is not None
     assert devices.runs == []
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == result.trials
+
+
+# --- learned placers -----------------------------------------------------------------------------
+
+
+def test_the_learned_placer_lives_through_all_rounds(
+    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learners: list[Learner] = []
+    problems: list[str] = []
+    before: list[list[np.ndarray[Any, Any]]] = []
+    after: list[list[np.ndarray[Any, Any]]] = []
+    trusted: list[set[float]] = []
+
+    def weights(learner: Learner) -> list[np.ndarray[Any, Any]]:
+        return [p.detach().numpy().copy() for p in learner.policy.parameters()]
+
+    def searching(
+        placers: Sequence[Placer], evaluator: Evaluator, budget: Budget, **how: Any
+    ) -> Progress:
+        (learner,) = placers
+        assert isinstance(learner, Learner)
+        learners.append(learner)
+        problems.append(evaluator.problem.fingerprint)
+        before.append(weights(learner))
+        trusted.append({elite.seconds for elite in learner._elites})
+        found = search(placers, evaluator, Budget(trials=80), **how)
+        after.append(weights(learner))
+        return found
+
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        return steady(3.0 * seconds)  # so that costs are corrected
+
+    monkeypatch.setattr(refining, "search", searching)
+    devices = Devices(problem, behave)
+    small = ["policy.hidden=16", "samples=8", "warm_start=2", "polish=8", "imitation_steps=1"]
+    refine(
+        problem, devices, ["ppo"], Budget(trials=32), config=QUICK, learner=small,
+        directory=tmp_path,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert len(learners) >= 2
+    assert len({id(learner) for learner in learners}) == 1
+    assert len(set(problems)) > 1
+    for first, second in zip(after, before[1:], strict=False):
+        assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    # It begins every round with what was measured, and with nothing else.
+    simulator = Simulator(problem)
+    ran = np.stack([run.devices for run in devices.runs])
+    measured = 3.0 * simulator.run(ran).step_seconds
+    for seconds in (s for known in trusted for s in known):
+        assert np.isclose(measured, seconds, rtol=1e-6).any()
+    # Its updates are one curve.
+    updates = [record["update"] for record in read_metrics(tmp_path)]
+    assert updates == list(range(1, learners[-1].updates + 1))
+
+
+# --- costs ---------------------------------------------------------------------------------------
+
+
+def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path: Path) -> None:
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        return steady(3.0 * seconds)
+
+    first = Devices(problem, behave)
+    result = refine(
+        problem, first, ["local-search"], Budget(trials=28), config=QUICK, directory=tmp_path
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert first.traced == 2
+    assert result.calibration is not None
+    # Without `save`: also a run that is killed has them.
+    kept = Calibration.load(tmp_path / "costs.json", problem).problem(problem)
+    assert kept == result.calibration.problem(problem)
+    assert kept != problem
+    second = Devices(problem, behave)
+    again = refine(
+        problem, second, ["local-search"], Budget(trials=result.trials), config=QUICK,
+        directory=tmp_path,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert second.traced == 0
+    assert again.calibration is not None
+    assert again.calibration.problem(problem) == kept
+
+
+def test_nothing_is_called_a_calibration_that_is_none(problem: Problem, tmp_path: Path) -> None:
+    def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")
+
+    result = refine(
+        problem, Devices(problem, broken), ["expert"], Budget(trials=8), config=QUICK,
+        directory=tmp_path,
+    )  # type: ignore[arg-type]  # fmt: skip
+    assert result.calibration is None
+    assert not (tmp_path / "costs.json").exists()
+
+
+def _refinement(problem: Problem, devices: Devices, budget: Budget) -> _Refinement:
+    """As if the run that it has behind it had taken two seconds."""
+    real = Measuring(
+        problem, MeasuredEvaluator(problem, devices), budget, 0, None,  # type: ignore[arg-type]
+        lambda progress: None, lambda: False, QUICK,
+    )  # fmt: skip
+    real.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
+    real._measured_seconds = 2.0
+    return _Refinement(real=real, config=QUICK, methods=["expert"], options={})
+
+
+def _faster(cluster: Cluster) -> Cluster:
+    links = tuple(dataclasses.replace(link, bandwidth=1e12) for link in cluster.links)
+    return dataclasses.replace(cluster, links=links)
+
+
+@pytest.mark.parametrize(
+    ("budget", "timed"),
+    [
+        (Budget(seconds=60), False),
+        (Budget(seconds=600), True),
+        (Budget(trials=30), False),  # of two seconds each
+        (Budget(trials=300), True),
+        (Budget(trials=30, seconds=600), False),
+    ],
+)
+def test_links_are_timed_where_the_budget_is_worth_it(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, budget: Budget, timed: bool
+) -> None:
+    devices = Devices(problem)
+
+    def timing(cluster: Cluster, config: RunConfig) -> Cluster:
+        devices.events.append("timed")
+        return _faster(cluster)
+
+    monkeypatch.setattr(refining, "measure_links", timing)
+    found = _refinement(problem, devices, budget)._with_timed_links()
+    # Not while the model's processes have the cores, and no run is blamed for their start.
+    assert devices.events == (["closed", "timed", "started"] if timed else [])
+    assert found == (_faster(problem.cluster) if timed else problem.cluster)
+
+
+def test_links_of_a_calibration_are_not_timed_again(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(problem)
+    given = dataclasses.replace(problem, cluster=_faster(problem.cluster))
+    monkeypatch.setattr(refining, "measure_links", lambda cluster, config: pytest.fail("timed"))
+    refinement = _refinement(given, devices, Budget(seconds=600))
+    assert refinement._with_timed_links() == given.cluster
+    assert devices.events == []
+
+
+def test_links_that_cannot_be_timed_are_as_the_cluster_says(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(cluster: Cluster, config: RunConfig) -> Cluster:
+        raise WorkerError("links could not be timed: no route")
+
+    monkeypatch.setattr(refining, "measure_links", broken)
+    refinement = _refinement(problem, Devices(problem), Budget(seconds=600))
+    with caplog.at_level(logging.WARNING):
+        assert refinement._with_timed_links() == problem.cluster
+    assert "no route" in caplog.text

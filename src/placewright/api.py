@@ -40,6 +40,9 @@ RUN_FILE = "run.json"
 PROBLEM_FILE = "problem.json.gz"
 """The whole problem: some 300 kB for 12,000 ops, a twentieth of the JSON in it."""
 
+COSTS_FILE = "costs.json"
+"""What a run with real devices found out about costs: a costs file with the cluster in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -187,7 +190,7 @@ class Result:
             self.best.placement.save(folder / "placement.json", self.problem)
             under = self.problem
             if self.calibration is not None:
-                self.calibration.save(folder / "costs.json", self.problem.graph)
+                self.calibration.save(folder / COSTS_FILE, self.problem.graph)
                 under = self.calibration.problem(self.problem)
             placement = Placement.of(under, self.best.placement.devices)
             timeline = Simulator(under).timeline(placement)

@@ -67,6 +67,14 @@ class Calibration:
         }
         write_json(path, document, CostsError)
 
+    @staticmethod
+    def load(path: str | Path, problem: Problem) -> Calibration:
+        """What `save` wrote, for a problem of that graph and cluster."""
+        return Calibration(
+            table=Costs.load(path, problem.graph),
+            cluster=calibrated_cluster(path, problem.cluster),
+        )
+
 
 def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
     """The cluster as a costs file found it: where it says nothing, or is of another, unchanged."""

@@ -8,25 +8,40 @@ with what it is compared with, so that whatever else the machine did hit all ali
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from placewright import methods as registry
-from placewright.api import Result, open_journal
-from placewright.calibration import Calibration, corrected, everything_on, op_table
+from placewright.api import COSTS_FILE, Result, open_journal
+from placewright.calibration import (
+    LINK_BYTES,
+    Calibration,
+    corrected,
+    everything_on,
+    measure_links,
+    op_table,
+)
+from placewright.cluster import Cluster
+from placewright.costs import Source
+from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Measurement, Trial
 from placewright.measuring import FinalConfig, Measuring
+from placewright.metrics import MetricsLog
 from placewright.placement import Placement
+from placewright.placers.base import Placer
 from placewright.problem import Problem
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget, Progress, search
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +59,10 @@ class RefineConfig(FinalConfig):
     all be variations of one."""
     traces: int = 3
     """Traced steps for the costs of ops."""
+    links_share: float = 0.1
+    """Links are timed where that takes no more than this share of the time left. The fit of step
+    times corrects links as well, all by the same factor; a search that is short does better to
+    measure a few candidates more."""
 
 
 class Remembering(Evaluator):
@@ -86,6 +105,12 @@ class Remembering(Evaluator):
 
 _REMEMBERED = 2000
 
+_START_SECONDS = 6.0
+"""What it takes to start the devices' processes, about."""
+
+_LINK_RUN_SECONDS = 0.7
+"""What timing a link with one size of tensor takes, about."""
+
 
 def refine(
     problem: Problem,
@@ -105,7 +130,8 @@ def refine(
 
     Args:
         problem: under whatever costs there are; they are replaced by measured ones.
-        runner: of the problem's graph and cluster.
+        runner: of the problem's graph and cluster. Where the problem's links differ from the
+            runner's, they come from a calibration, and are not timed again.
         methods: what searches in the simulator.
         budget: of time, or of real runs (those of references and repetitions included), or both.
     """
@@ -115,10 +141,16 @@ def refine(
         refinement = _Refinement(
             real=Measuring(problem, evaluator, budget, seed, journal, observe, stop, config),
             config=config,
-            methods=methods,
+            methods=tuple(dict.fromkeys(methods)),
             options={"learner": learner, "policy": policy},
+            directory=None if directory is None else Path(directory),
+            metrics=None if directory is None else MetricsLog(Path(directory)),
         )
-        return refinement.run()
+        try:
+            return refinement.run()
+        finally:
+            if refinement.metrics is not None:
+                refinement.metrics.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +160,43 @@ class _Refinement:
     methods: Sequence[str]
     options: Mapping[str, Any]
     """Of the learned methods."""
+    directory: Path | None = None
+    metrics: MetricsLog | None = None
+    placers: dict[str, Placer] = field(default_factory=dict)
+    """Of the last search in the simulator, by method."""
 
     def run(self) -> Result:
         self.real.find_references()
-        calibration = self._calibrate()
+        calibration = self._begun() or self._calibrate()
         for placement, name in self.real.unmeasured_references():
             self.real.measure(placement, name)
         while not self.real.stop() and self.real.runs_left >= self.real.runs_reserved + 1:
             if not self._round(calibration):
                 break  # nothing new to measure
-            calibration = self._corrected(calibration)
+            calibration = self._kept(self._corrected(calibration))
         self.real.final()
-        return dataclasses.replace(self.real.result(), calibration=calibration)
+        found = calibration if self._says_anything(calibration) else None
+        return dataclasses.replace(self.real.result(), calibration=found)
+
+    # --- costs ---
+
+    def _begun(self) -> Calibration | None:
+        """The costs that a run which goes on had come to."""
+        path = None if self.directory is None else self.directory / COSTS_FILE
+        if path is None or not self.real.progress.resumed or not path.is_file():
+            return None
+        return Calibration.load(path, self.real.problem)
+
+    def _kept(self, calibration: Calibration) -> Calibration:
+        """Writes it down: also a run that is killed is looked at and goes on under its costs."""
+        if self.directory is not None and self._says_anything(calibration):
+            calibration.save(self.directory / COSTS_FILE, self.real.problem.graph)
+        return calibration
+
+    def _says_anything(self, calibration: Calibration) -> bool:
+        """Not so where no device could run the model alone, and nothing was fitted yet."""
+        timed = bool((calibration.table.source == Source.TABLE).any())
+        return timed or calibration.cluster != self.real.problem.cluster
 
     def _calibrate(self) -> Calibration:
         """Single devices are traced: that is where the costs of ops come from."""
@@ -150,7 +207,31 @@ class _Refinement:
             if run is not None and run.trace is not None:
                 traced[device] = run
         table = op_table(self.real.problem, traced)
-        return Calibration(table=table, cluster=self.real.problem.cluster)
+        return self._kept(Calibration(table=table, cluster=self._with_timed_links()))
+
+    def _with_timed_links(self) -> Cluster:
+        cluster, runner = self.real.problem.cluster, self.real.evaluator.runner
+        if cluster.links != runner.cluster.links or not self._time_for_links():
+            return cluster
+        try:
+            runner.close()  # two sets of processes would share the cores
+            cluster = measure_links(cluster, runner.config)
+            runner.start()  # now: no run is to blame for the time it takes
+        except WorkerError as fault:
+            logger.warning("links are taken to be as the cluster says: %s", fault)
+        return cluster
+
+    def _time_for_links(self) -> bool:
+        """Whether the budget is worth timing the links first."""
+        real, cluster = self.real, self.real.problem.cluster
+        # Only whole routes can be timed, not ways to a switch.
+        links = sum(set(link.pairs[0]) <= set(cluster.device_names) for link in cluster.links)
+        if not links or not real.run_seconds or real.stop():
+            return False
+        # The processes for the links are others, and those of the model start again after that.
+        runs = 1 + links * (1 + len(LINK_BYTES))
+        takes = 2 * _START_SECONDS + runs * _LINK_RUN_SECONDS
+        return takes <= self.config.links_share * real.runs_left * real.run_seconds
 
     def _corrected(self, calibration: Calibration) -> Calibration:
         known = {
@@ -159,6 +240,8 @@ class _Refinement:
         if len(known) < 3:
             return calibration
         return corrected(self.real.problem, calibration, list(known), list(known.values()))
+
+    # --- candidates ---
 
     def _round(self, calibration: Calibration) -> bool:
         """Searches in the simulator and measures what it found; False when that is nothing new."""
@@ -187,13 +270,7 @@ class _Refinement:
         }
         simulator = Remembering(under, known)
         seconds = self._simulate_seconds()
-        placers = registry.make(
-            self.methods,
-            under,
-            seed=self.real.seed + self.real.progress.trials,
-            seconds=seconds,
-            **self.options,
-        )
+        placers = self._placers(under, seconds)
         told = [
             Trial(placement=p, measurement=m, placer="measured", seed=self.real.seed)
             for p, m in known.items()
@@ -206,6 +283,7 @@ class _Refinement:
             Budget(seconds=seconds),
             journal=simulator,
             seed=self.real.seed,
+            observe=self._watch,
             stop=self.real.stop,
         )
         apart = max(1, round(self.config.distance * self.real.problem.num_groups))
@@ -221,6 +299,33 @@ class _Refinement:
             if len(chosen) == self.config.candidates:
                 break
         return chosen
+
+    def _placers(self, under: Problem, seconds: float) -> list[Placer]:
+        """Those that learn go on under the costs as they are now; the others are made anew."""
+        names = [
+            name
+            for name in self.methods
+            if name not in self.placers or not self.placers[name].continue_under(under)
+        ]
+        made = registry.make(
+            names,
+            under,
+            seed=self.real.seed + self.real.progress.trials,
+            seconds=seconds,
+            **self.options,
+        )
+        self.placers.update(zip(names, made, strict=True))
+        return [self.placers[name] for name in self.methods]
+
+    def _watch(self, simulating: Progress) -> None:
+        """Lets the watcher of the whole see who searches, and how learning goes."""
+        progress = self.real.progress
+        progress.placer = simulating.placer
+        for name, record in simulating.metrics_of.items():
+            progress.metrics_of[name] = record
+            if self.metrics is not None:
+                self.metrics.append(name, progress.trials, progress.elapsed_seconds, record)
+        self.real.observe(progress)
 
     def _simulate_seconds(self) -> float:
         left = self.real.seconds_left - self.real.runs_reserved * self.real.run_seconds

@@ -11,6 +11,7 @@ import torch
 from placewright import methods
 from placewright.errors import LearningError
 from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.graph import frozen
 from placewright.journal import Journal
 from placewright.learning.config import PPO, REINFORCE, LearnerConfig, configured
 from placewright.learning.learner import Learner
@@ -337,6 +338,88 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path)
         path.write_bytes(damaged)
         with pytest.raises(LearningError, match=r"checkpoint-learner\.safetensors: "):
             _learner(problem, SMALL).restore(tmp_path, [])
+
+
+# --- other costs ---------------------------------------------------------------------------------
+
+
+def _under_other_costs(problem: Problem) -> Problem:
+    costs = replace(problem.costs, op_seconds=frozen(3.0 * problem.costs.op_seconds))
+    return replace(problem, costs=costs)
+
+
+def test_policy_and_optimizer_go_on_under_other_costs() -> None:
+    problem = _problem(8)
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1.0, 2.0] * 4)
+    _answer(learner, [1.0, 2.0] * 4)
+    weights, momentum = _weights(learner), learner.updater.state()
+    steps, updates = learner.updater.steps, learner.updates
+    other = _under_other_costs(problem)
+    assert learner.continue_under(other)
+    assert torch.equal(_weights(learner), weights)
+    assert learner.updater.state().keys() == momentum.keys()
+    assert (learner.updater.steps, learner.updates) == (steps, updates) == (4, 2)
+    # And from there: every proposal is one of the problem as it is now.
+    search([learner], SimulatedEvaluator(other), Budget(trials=30))
+    assert learner.updates > updates
+    assert not torch.equal(_weights(learner), weights)
+
+
+def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
+    problem = _problem(8)
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1e-9 * (i + 1) for i in range(8)])  # nothing will ever be as fast again
+    best = [elite.placement.devices.tolist() for elite in learner._elites]
+    learner.ask(3)  # never to be answered
+    other = _under_other_costs(problem)
+    assert learner.continue_under(other)
+    assert learner._elites == []
+    assert not learner.checkpoint(tmp_path)  # there is no state under these costs yet
+    assert learner.ask(8) == [learner.greedy()]
+    again = learner.ask(8)
+    assert [placement.devices.tolist() for placement in again] == best
+    evaluator = SimulatedEvaluator(other)
+    answers = [
+        Trial(placement=p, measurement=m, placer="learner")
+        for p, m in zip(again, evaluator.evaluate(again), strict=True)
+    ]
+    learner.tell(answers)
+    assert {elite.seconds for elite in learner._elites} == {
+        answer.measurement.mean_seconds for answer in answers
+    }
+    # The baseline is of the old rewards as well.
+    learner.take_metrics()
+    _answer(learner, [4.0] * 8)
+    (metrics,) = learner.take_metrics()
+    assert metrics["baseline"] == pytest.approx(-2.0)
+    assert learner.checkpoint(tmp_path)
+    assert _learner(other, SMALL).restore(tmp_path, [])
+
+
+def test_polishing_starts_anew_under_other_costs() -> None:
+    problem = _problem(30)
+    learner = _learner(problem, replace(SMALL, polish=16))
+    search([learner], SimulatedEvaluator(problem), Budget(trials=100))
+    other = _under_other_costs(problem)
+    assert learner.continue_under(other)
+    found = search([learner], SimulatedEvaluator(other), Budget(trials=100)).best
+    assert found is not None
+    assert learner._elites[0].seconds == found.measurement.mean_seconds
+
+
+def test_the_published_method_proposes_nothing_from_memory() -> None:
+    problem = _problem(8)
+    learner = _learner(problem, PAPER)
+    _answer(learner, [1.0] * 8)
+    assert learner.continue_under(_under_other_costs(problem))
+    assert learner.ask(8) == [learner.greedy()]
+    learner.ask(8)
+    assert learner._sampled is not None
+
+
+def test_another_problem_needs_another_learner() -> None:
+    assert not _learner(_problem(8), SMALL).continue_under(_problem(9))
 
 
 def test_a_trained_policy_proposes_its_best_guess_first() -> None:

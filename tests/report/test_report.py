@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 
 from placewright import Cluster, Edge, Graph, Op, Placement, Problem, Tensor, make_problem, place
+from placewright.calibration import Calibration
 from placewright.errors import ReportError, SearchError
+from placewright.graph import frozen
 from placewright.report import analysis, explain, read_run, write_report
 from placewright.report.what_if import what_ifs
-from placewright.report.words import answer
+from placewright.report.words import answer, basis
 from placewright.search import Budget
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph, random_problem
@@ -117,6 +120,92 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     data = embedded(write_report(tmp_path, what_if=None))["runs"][0]
     assert data["measured"]
     assert all(tile["label"] != "left to gain" for tile in data["tiles"])
+
+
+def _as_if_measured(run_directory: Path, folder: Path, *names: str) -> None:
+    for name in ("problem.json.gz", "journal.jsonl", *names):
+        (folder / name).write_bytes((run_directory / name).read_bytes())
+    (folder / "run.json").write_text('{"evaluate": "simulate+measure"}')
+    summary = json.loads((run_directory / "summary.json").read_text())
+    measured = {"measured": True, "step_seconds": 0.05, "lower_bound_seconds": 0.0}
+    (folder / "summary.json").write_text(json.dumps({**summary, **measured}))
+
+
+def _calibration(problem: Problem) -> Calibration:
+    """Ops take twice as long as was thought, and links are ten times as slow."""
+    costs = dataclasses.replace(problem.costs, op_seconds=frozen(2 * problem.costs.op_seconds))
+    links = tuple(
+        dataclasses.replace(link, bandwidth=0.1 * link.bandwidth) for link in problem.cluster.links
+    )
+    return Calibration(table=costs, cluster=dataclasses.replace(problem.cluster, links=links))
+
+
+def test_a_measured_run_is_drawn_under_the_costs_it_found(
+    run_directory: Path, problem: Problem, tmp_path: Path
+) -> None:
+    _as_if_measured(run_directory, tmp_path, "placement.json")
+    calibration = _calibration(problem)
+    calibration.save(tmp_path / "costs.json", problem.graph)
+    run = read_run(tmp_path)
+    under = calibration.problem(problem)
+    assert run.calibrated
+    assert run.under == under
+    assert run.problem == problem
+    assert run.best is not None
+    assert run.timeline is not None
+    predicted = Simulator(under).run(run.best.placement.devices[np.newaxis]).step_seconds[0]
+    assert run.timeline.step_seconds == pytest.approx(predicted)
+    assert predicted > 0.06
+    said = basis(run)
+    assert "under costs calibrated to this machine by the run" in said
+    assert f"they predict {1e3 * predicted:.1f} ms for this placement, measured 50.0 ms (+" in said
+    assert explain(run)[0].lines == (answer(run), said)
+    data = embedded(write_report(tmp_path, what_if=SHORT))["runs"][0]
+    assert data["basis"] == said
+    assert data["gantt"]["step"] == pytest.approx(predicted)
+    assert data["whatIfs"][0]["same"] == pytest.approx(predicted)
+    busy = Simulator(under).timeline(Placement.of(under, run.best.placement.devices)).busy_seconds
+    assert sum(load[0] for load in data["load"]) == pytest.approx(
+        sum(
+            seconds / device.kind.slots
+            for seconds, device in zip(busy, under.cluster.devices, strict=True)
+        )
+    )
+
+
+def test_a_measured_run_without_a_calibration_says_so(run_directory: Path, tmp_path: Path) -> None:
+    _as_if_measured(run_directory, tmp_path, "placement.json")
+    run = read_run(tmp_path)
+    assert not run.calibrated
+    # The graph of this run brings times of its own.
+    assert "under the costs the run was given, which it did not correct" in basis(run)
+    estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=6)
+    result = dataclasses.replace(place(estimated, method="single"), measured=True)
+    result.save(tmp_path / "estimated")
+    assert "estimated costs, which were not fitted" in basis(read_run(tmp_path / "estimated"))
+
+
+def test_a_simulated_run_is_drawn_under_its_own_costs(
+    run_directory: Path, problem: Problem, tmp_path: Path
+) -> None:
+    for name in ("problem.json.gz", "journal.jsonl", "summary.json", "placement.json"):
+        (tmp_path / name).write_bytes((run_directory / name).read_bytes())
+    _calibration(problem).save(tmp_path / "costs.json", problem.graph)  # somebody's
+    run = read_run(tmp_path)
+    assert not run.calibrated
+    assert basis(run) == ""
+
+
+def test_a_killed_measured_run_has_no_bound_and_its_costs(
+    run_directory: Path, problem: Problem, tmp_path: Path
+) -> None:
+    _as_if_measured(run_directory, tmp_path)
+    (tmp_path / "summary.json").unlink()
+    _calibration(problem).save(tmp_path / "costs.json", problem.graph)
+    run = read_run(tmp_path)
+    assert run.measured
+    assert run.calibrated
+    assert run.summary["lower_bound_seconds"] == 0.0
 
 
 def test_directories_that_hold_no_run(

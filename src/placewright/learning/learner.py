@@ -155,16 +155,27 @@ class Learner(Placer):
             self._greedy_due = False
         self.updater = updater
         self.policy = updater.policy
-        seen = features(problem, self.policy.types)
-        self._x = self.policy.inputs(seen)
-        self._order = torch.from_numpy(seen.order.astype(np.int64))
         self._random = torch.Generator().manual_seed(seed)
         self._teachers = list(teachers) if config.warm_start else []
         self._warm = not config.warm_start
-        self._elites: list[_Elite] = []
-        self._failing_reward = -math.sqrt(config.failing_seconds or _failing_seconds(problem))
-        self._baseline = self._failing_reward
         self.updates = 0
+        self._norm = 0.0
+        self._skipped = 0
+        self._metrics: list[dict[str, float]] = []
+        self._begin(problem)
+        self._baseline: float | None = self._failing_reward
+        # The best placements under other costs, which are to be tried under these.
+        self._again: list[Placement] = []
+
+    def _begin(self, problem: Problem) -> None:
+        """Whatever hangs on the problem's costs, as it is before the first trial."""
+        self.problem = problem
+        seen = features(problem, self.policy.types)
+        self._x = self.policy.inputs(seen)
+        self._order = torch.from_numpy(seen.order.astype(np.int64))
+        self._failing_reward = -math.sqrt(self.config.failing_seconds or _failing_seconds(problem))
+        self._elites: list[_Elite] = []
+        self.why_not = ""
         self._asked_any = False
         self._novelty = 1.0
         self._recent: dict[int, None] = {}
@@ -184,10 +195,22 @@ class Learner(Placer):
         self._polished_all = False
         # Trials of the journal, from the restoring of a checkpoint to the first polishing.
         self._resumed: Sequence[Trial] = ()
-        self._snapshot: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        self._norm = 0.0
-        self._skipped = 0
-        self._metrics: list[dict[str, float]] = []
+        self._snapshot: LearnerState | None = None
+
+    def continue_under(self, problem: Problem) -> bool:
+        """The policy and its optimizer go on, and so do all schedules: what was learned of the
+        graph holds under other costs as well. Times do not. The best placements are proposed again
+        to learn theirs; the baseline starts from the first rewards; samples that wait for answers,
+        the local search and what counts as proposed before are forgotten."""
+        if _shape(problem) != _shape(self.problem):
+            return False
+        best = [elite.placement.devices for elite in self._elites[: self.config.elites]]
+        self._begin(problem)
+        self._again = [Placement.of(problem, devices) for devices in best]
+        self._baseline = None
+        self._teachers = []  # they know the old costs only
+        self._greedy_due = self.updates > 0  # it is a trained policy by now
+        return True
 
     # --- ask -------------------------------------------------------------------------------------
 
@@ -234,6 +257,9 @@ class Learner(Placer):
             # Placing an unseen graph in one trial.
             self._greedy_due = False
             return [self.greedy()]
+        if self._again:
+            asked, self._again = self._again[:count], self._again[count:]
+            return asked
         while self._teachers:
             asked = self._teachers[0].ask(count)
             if asked:
@@ -351,13 +377,16 @@ class Learner(Placer):
         used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
         advantage = np.zeros(len(rewards))
         if used.any():
+            mean = float(rewards[used].mean())
+            if self._baseline is None:
+                self._baseline = mean
             if self.config.normalise:
                 spread = rewards[used].std()
                 advantage[used] = (rewards[used] - rewards[used].mean()) / max(spread, 1e-8)
             else:
                 advantage[used] = rewards[used] - self._baseline
             decay = self.config.baseline_decay
-            self._baseline = decay * self._baseline + (1 - decay) * float(rewards[used].mean())
+            self._baseline = decay * self._baseline + (1 - decay) * mean
         where = actions.device
         return Batch(
             actions,
@@ -433,13 +462,13 @@ class Learner(Placer):
                 "entropy": float(entropy_KG.mean()),
                 "gradient_norm": norm,
                 "skipped_steps": self._skipped,
-                "baseline": self._baseline,
+                "baseline": math.nan if self._baseline is None else self._baseline,
                 "failure_share": 1 - len(times) / len(measurements),
             }
         )
         self._sampled = None
         self._polish_left = 0 if self._polished_all else self.config.polish
-        self._snapshot = self._whole([self.state()])
+        self._snapshot = self.state()
 
     def take_metrics(self) -> list[dict[str, float]]:
         taken, self._metrics = self._metrics, []
@@ -493,10 +522,13 @@ class Learner(Placer):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def checkpoint(self, folder: Path) -> bool:
-        """Writes the state after the last update; what came since will be proposed again."""
+        """Writes the state after the last update; what came since will be proposed again.
+
+        The policy and its optimizer have not changed since, so that only the rest of the state is
+        kept at every update."""
         if self._snapshot is None:
             return False
-        write_tensors(self._file(folder), FORMAT, *self._snapshot)
+        self.write_checkpoint(folder, [self._snapshot])
         return True
 
     def write_checkpoint(self, folder: Path, states: Sequence[LearnerState]) -> None:
@@ -519,7 +551,8 @@ class Learner(Placer):
         self._random.set_state(tensors["random"])
         self._recent = dict.fromkeys(tensors["recent"].tolist())
         self.updates = int(described["updates"])
-        self._baseline = float(described["baseline"])
+        baseline = described["baseline"]
+        self._baseline = None if baseline is None else float(baseline)
         self._novelty = float(described["novelty"])
         self._elites = [
             _Elite(float(seconds), Placement.of(self.problem, devices))
@@ -555,7 +588,7 @@ class Learner(Placer):
         for trial in told:
             if self.config.polish or trial.placer != self.name:
                 self._keep(trial)
-        self._snapshot = self._whole([self.state()])
+        self._snapshot = self.state()
         return True
 
     def read_checkpoint(self, folder: Path) -> list[LearnerState]:
@@ -611,6 +644,11 @@ def _failing_seconds(problem: Problem) -> float:
     sendings = (graph.num_tensors + graph.num_ops) * float(routes.latency_seconds.max())
     sendings += float(graph.tensor_bytes.sum()) * float(routes.seconds_per_byte.max())
     return max(float(finite.max(axis=0).sum()) + (problem.num_devices - 1) * sendings, 1e-9)
+
+
+def _shape(problem: Problem) -> tuple[object, ...]:
+    """What a placement of a problem is made of, whatever it costs."""
+    return problem.graph, problem.grouping, problem.cluster.device_names
 
 
 def _digest(placement: Placement) -> int:

@@ -41,6 +41,14 @@ class Placer(ABC):
         """What came of placements of this problem: those asked for, or those of another placer
         (an earlier method, or the journal of a run that is resumed)."""
 
+    def continue_under(self, problem: Problem) -> bool:
+        """Goes on with the same graph, grouping and devices under other costs, and says so; False
+        where a placer made anew does as well, as it does for all that do not learn.
+
+        What it was told so far is of the old costs, and so are the times it remembers: it must not
+        trust them. What is known under the new ones is told next."""
+        return False
+
     def take_metrics(self) -> list[dict[str, float]]:
         """What there is to watch since the last call: one record for each update of a method that
         learns, with the number of the update as `update`."""

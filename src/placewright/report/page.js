@@ -141,6 +141,7 @@ const answer = () => {
     const headline = run.step === null ? el("h1", {}, "Nothing ran")
       : el("h1", {}, seconds(run.step), el("small", {}, " per step" + (run.measured ? ", measured" : ", simulated")));
     heroes.append(el("div", {class: "hero"}, eyebrow, headline, el("p", {class: "answer"}, run.answer),
+      ...(run.basis ? [el("p", {class: "basis"}, run.basis)] : []),
       el("div", {class: "tiles"}, ...run.tiles.map(t =>
         el("div", {class: "tile"}, el("b", {}, t.value), el("span", {}, t.label), el("em", {}, t.note))))));
   });
@@ -389,7 +390,7 @@ const afterwards = [];
 const timelines = () => {
   if (!RUNS.some(run => run.gantt)) return;
   linked("timeline", "Timeline");
-  const {node} = section("timeline", "One step, moment by moment", (RUNS.some(run => run.measured) ? "As simulated, also where step times were measured. " : "") + "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
+  const {node} = section("timeline", "One step, moment by moment", (RUNS.some(run => run.measured) ? "As simulated, also where step times were measured: see the top of the page. " : "") + "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
   const path = () => [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")];
   if (SAME) node.append(legend(RUNS[0], path()));
   const longest = Math.max(...RUNS.map(run => run.gantt ? run.gantt.step : 0));

@@ -18,6 +18,7 @@ import numpy as np
 from placewright._version import VERSION
 from placewright.errors import MissingExtraError
 from placewright.graph import IntArray
+from placewright.placement import Placement
 from placewright.report import analysis, words
 from placewright.report.run import Run
 from placewright.report.what_if import WhatIf, what_ifs
@@ -97,8 +98,8 @@ def _run(
     imagined: list[WhatIf] = []
     if what_if_budget is not None and run.ok and run.best is not None:
         imagined = what_ifs(
-            problem,
-            run.best.placement,
+            run.under,
+            Placement.of(run.under, run.best.placement.devices),
             what_if_budget,
             lambda change: observe(f"what if: {change}"),
         )
@@ -110,6 +111,7 @@ def _run(
         "model": problem.graph.name,
         "cluster": problem.cluster.name,
         "answer": words.answer(run),
+        "basis": words.basis(run),
         "step": step,
         "measured": run.measured,
         "bound": summary["lower_bound_seconds"],

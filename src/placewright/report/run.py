@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from placewright import methods
-from placewright.api import PROBLEM_FILE
+from placewright.api import COSTS_FILE, PROBLEM_FILE, began_with
+from placewright.calibration import Calibration
 from placewright.errors import ReportError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json
@@ -29,6 +30,8 @@ class Run:
     name: str
     """The directory's, to tell two runs apart."""
     problem: Problem
+    under: Problem
+    """The same under the costs that are simulated with: those that real runs led to, if any."""
     summary: Mapping[str, Any]
     """As in `summary.json`."""
     progression: Progression | None
@@ -47,9 +50,14 @@ class Run:
         """Whether the step times are of real runs; timelines are simulated all the same."""
         return bool(self.summary.get("measured", False))
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether timelines are simulated under costs fitted to real runs."""
+        return self.under is not self.problem
+
     @cached_property
     def simulator(self) -> Simulator:
-        return Simulator(self.problem)
+        return Simulator(self.under)
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -63,8 +71,8 @@ class Run:
             found = self.progression.improvements.get("expert")
             if found:
                 return found[-1].trial
-        (placer,) = methods.make(["expert"], self.problem)
-        evaluator = SimulatedEvaluator(self.problem)
+        (placer,) = methods.make(["expert"], self.under)
+        evaluator = SimulatedEvaluator(self.under)
         trials: list[Trial] = []
         # Repairs of a placement that does not fit are asked for one after another.
         while not any(trial.measurement.ok for trial in trials):
@@ -86,7 +94,7 @@ class Run:
     def _timeline(self, trial: Trial | None) -> Timeline | None:
         if trial is None or trial.measurement.outcome is Outcome.FAILED:
             return None
-        return self.simulator.timeline(trial.placement)
+        return self.simulator.timeline(Placement.of(self.under, trial.placement.devices))
 
 
 def read_run(directory: str | Path) -> Run:
@@ -104,9 +112,15 @@ def read_run(directory: str | Path) -> Run:
     if (folder / "journal.jsonl").is_file():
         progression = read_progression(folder / "journal.jsonl", problem)
     summary = _summary(folder, problem, progression)
+    under = problem
+    # A file of that name in a simulated run's directory is the user's, and its costs are in the
+    # problem if they were given.
+    if summary.get("measured") and (folder / COSTS_FILE).is_file():
+        under = Calibration.load(folder / COSTS_FILE, problem).problem(problem)
     return Run(
         name=folder.resolve().name,
         problem=problem,
+        under=under,
         summary=summary,
         progression=progression,
         metrics=tuple(read_metrics(folder)),
@@ -157,10 +171,11 @@ def _summary(folder: Path, problem: Problem, progression: Progression | None) ->
         return summary
     if progression is None:
         raise ReportError(f"{folder}: holds neither a summary.json nor a journal.jsonl")
-    return _summary_of(problem, progression)
+    measured = began_with(folder) not in (None, "simulate")
+    return _summary_of(problem, progression, measured)
 
 
-def _summary_of(problem: Problem, progression: Progression) -> dict[str, Any]:
+def _summary_of(problem: Problem, progression: Progression, measured: bool) -> dict[str, Any]:
     """For a run that was killed before it could write one."""
     rows, best = [], None
     for name, count in progression.trials_of.items():
@@ -189,10 +204,11 @@ def _summary_of(problem: Problem, progression: Progression) -> dict[str, Any]:
         "version": "",
         "command": "",
         "interrupted": True,
+        "measured": measured,
         "method": best[0] if best else None,
         "step_seconds": best[1].mean_seconds if best else None,
         "peak_bytes": list(best[1].peak_bytes) if best else None,
-        "lower_bound_seconds": lower_bounds(problem).best,
+        "lower_bound_seconds": 0.0 if measured else lower_bounds(problem).best,
         "trials": progression.trials,
         "search_seconds": progression.seconds,
         "methods": rows,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from placewright.costs import Source
 from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.run import Run
@@ -129,15 +130,37 @@ def _times(speed_up: float, phrase: str) -> str:
     return f"{speed_up:.2f} times as fast as {phrase}"
 
 
+def basis(run: Run) -> str:
+    """What is simulated of a run whose step times were measured, under which costs, and how far
+    off that is; nothing where all of it is simulated."""
+    if not run.measured or run.best is None or run.timeline is None:
+        return ""
+    if run.calibrated:
+        costs = "costs calibrated to this machine by the run"
+    elif (run.problem.costs.source >= Source.GRAPH).any():
+        costs = "the costs the run was given, which it did not correct"
+    else:
+        costs = "estimated costs, which were not fitted to this machine"
+    text = f"Timelines, loads and what-ifs are simulated under {costs}"
+    if run.ok:
+        predicted, measured = run.timeline.step_seconds, run.best.measurement.mean_seconds
+        text += (
+            f": they predict {seconds_text(predicted)} for this placement, measured "
+            f"{seconds_text(measured)} ({predicted / measured - 1:+.0%})"
+        )
+    return text + "."
+
+
 # --- why -----------------------------------------------------------------------------------------
 
 
 def explain(run: Run) -> list[Section]:
     """The whole run in words."""
-    sections = [Section("The answer", (answer(run),))]
+    lines = (answer(run), basis(run))
+    sections = [Section("The answer", tuple(line for line in lines if line))]
     if run.timeline is not None and run.best is not None:
         title = "Where the groups sit" if run.ok else "A placement that does not fit"
-        sections.append(Section(title, tuple(_where(run, run.timeline))))
+        sections.append(Section(title, tuple(_where(run.timeline))))
     if run.timeline is not None and run.ok:
         sections += [
             Section("What runs at the same time", tuple(_parallel(run.timeline))),
@@ -153,8 +176,8 @@ def explain(run: Run) -> list[Section]:
     return sections
 
 
-def _where(run: Run, timeline: Timeline) -> list[str]:
-    problem = run.problem
+def _where(timeline: Timeline) -> list[str]:
+    problem = timeline.problem
     work = analysis.loads(timeline)
     total = sum(
         load.compute_seconds * device.kind.slots
