@@ -258,7 +258,7 @@ def test_the_learned_placer_lives_through_all_rounds(
         problems.append(evaluator.problem.fingerprint)
         before.append(weights(learner))
         trusted.append({elite.seconds for elite in learner._elites})
-        found = search(placers, evaluator, Budget(trials=80), **how)
+        found = search(placers, evaluator, Budget(trials=40), **how)
         after.append(weights(learner))
         return found
 
