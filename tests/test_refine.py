@@ -14,7 +14,7 @@ import pytest
 
 from placewright import methods as registry
 from placewright import refine as refining
-from placewright.api import began_with, place
+from placewright.api import Result, began_with, place
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
@@ -79,8 +79,12 @@ class Devices:
         return Run(measurement=steady(seconds))
 
 
-def evaluator(devices: Devices) -> MeasuredEvaluator:
-    return MeasuredEvaluator(devices.problem, devices)  # type: ignore[arg-type]
+def evaluator(devices: Devices, problem: Problem | None = None) -> MeasuredEvaluator:
+    return MeasuredEvaluator(problem or devices.problem, devices)  # type: ignore[arg-type]
+
+
+def refined(devices: Devices, methods: Sequence[str], budget: Budget, **options: Any) -> Result:
+    return refine(devices.problem, devices, methods, budget, config=QUICK, **options)  # type: ignore[arg-type]
 
 
 def steady(seconds: float) -> Measurement:
@@ -101,7 +105,7 @@ def test_what_fails_in_the_final_cannot_win_and_does_not_spoil_it(problem: Probl
         return steady(1e-3 * seconds)
 
     devices = Devices(problem, behave)
-    result = refine(problem, devices, ["expert"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    result = refined(devices, ["expert"], Budget(trials=30))
     assert best
     assert result.best is not None
     assert result.placement not in best
@@ -118,7 +122,7 @@ def test_devices_that_break_leave_what_was_found(problem: Problem) -> None:
         return steady(seconds)
 
     devices = Devices(problem, behave)
-    result = refine(problem, devices, ["expert"], Budget(trials=30), config=QUICK)  # type: ignore[arg-type]
+    result = refined(devices, ["expert"], Budget(trials=30))
     assert result.trials == 3
     assert result.fault == "the devices are gone"
     assert not result.interrupted
@@ -131,7 +135,7 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
         return steady(seconds * 1.02 ** len(devices.runs))
 
     devices = Devices(problem, behave)
-    result = refine(problem, devices, ["local-search"], Budget(trials=40), config=QUICK)  # type: ignore[arg-type]
+    result = refined(devices, ["local-search"], Budget(trials=40))
     assert result.best is not None
     assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
     assert devices.runs.count(result.placement) > QUICK.final_rounds
@@ -268,10 +272,7 @@ def test_the_learned_placer_lives_through_all_rounds(
     monkeypatch.setattr(refining, "search", searching)
     devices = Devices(problem, behave)
     small = ["policy.hidden=16", "samples=8", "warm_start=2", "polish=8", "imitation_steps=1"]
-    refine(
-        problem, devices, ["ppo"], Budget(trials=32), config=QUICK, learner=small,
-        directory=tmp_path,
-    )  # type: ignore[arg-type]  # fmt: skip
+    refined(devices, ["ppo"], Budget(trials=32), learner=small, directory=tmp_path)
     assert len(learners) >= 2
     assert len({id(learner) for learner in learners}) == 1
     assert len(set(problems)) > 1
@@ -297,9 +298,7 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
         return steady(3.0 * seconds)
 
     first = Devices(problem, behave)
-    result = refine(
-        problem, first, ["local-search"], Budget(trials=28), config=QUICK, directory=tmp_path
-    )  # type: ignore[arg-type]  # fmt: skip
+    result = refined(first, ["local-search"], Budget(trials=28), directory=tmp_path)
     assert first.traced == 2
     assert result.calibration is not None
     # Without `save`: also a run that is killed has them.
@@ -307,10 +306,7 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
     assert kept == result.calibration.problem(problem)
     assert kept != problem
     second = Devices(problem, behave)
-    again = refine(
-        problem, second, ["local-search"], Budget(trials=result.trials), config=QUICK,
-        directory=tmp_path,
-    )  # type: ignore[arg-type]  # fmt: skip
+    again = refined(second, ["local-search"], Budget(trials=result.trials), directory=tmp_path)
     assert second.traced == 0
     assert again.calibration is not None
     assert again.calibration.problem(problem) == kept
@@ -320,10 +316,8 @@ def test_nothing_is_called_a_calibration_that_is_none(problem: Problem, tmp_path
     def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
         return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")
 
-    result = refine(
-        problem, Devices(problem, broken), ["expert"], Budget(trials=8), config=QUICK,
-        directory=tmp_path,
-    )  # type: ignore[arg-type]  # fmt: skip
+    devices = Devices(problem, broken)
+    result = refined(devices, ["expert"], Budget(trials=8), directory=tmp_path)
     assert result.calibration is None
     assert not (tmp_path / "costs.json").exists()
 
@@ -331,7 +325,7 @@ def test_nothing_is_called_a_calibration_that_is_none(problem: Problem, tmp_path
 def _refinement(problem: Problem, devices: Devices, budget: Budget) -> _Refinement:
     """As if the run that it has behind it had taken two seconds."""
     real = Measuring(
-        problem, MeasuredEvaluator(problem, devices), budget, 0, None,  # type: ignore[arg-type]
+        problem, evaluator(devices, problem), budget, 0, None,
         lambda progress: None, lambda: False, QUICK,
     )  # fmt: skip
     real.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
