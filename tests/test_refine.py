@@ -139,6 +139,9 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
     assert result.best is not None
     assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
     assert devices.runs.count(result.placement) > QUICK.final_rounds
+    # Also with the single device of the final, though another one was faster before.
+    compared = {other.method for other in result.comparisons}
+    assert compared | {result.best.placer} >= {"single", "expert"}
     for other in result.comparisons:
         assert other.half_width is not None
     assert result.summary()["comparisons"][0]["method"] in ("single", "expert")

@@ -249,6 +249,9 @@ class Measuring:
         best = {}
         for name in REFERENCES:
             tried = [p for p in self.references[name] if p in self.samples and self.pooled(p).ok]
+            # After the final, the one that was in it: times of before are of another machine, as
+            # it were, and nothing can be compared with them.
+            tried = [p for p in tried if p in self.finals.means] or tried
             if tried:
                 best[name] = min(tried, key=lambda p: self.pooled(p).mean_seconds)
         return best
