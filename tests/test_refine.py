@@ -308,6 +308,9 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
     kept = Calibration.load(tmp_path / "costs.json", problem).problem(problem)
     assert kept == result.calibration.problem(problem)
     assert kept != problem
+    # And they agree with the final.
+    predicted = Simulator(kept).run(result.placement.devices[np.newaxis]).step_seconds[0]
+    assert predicted == pytest.approx(result.step_seconds, rel=0.1)
     second = Devices(problem, behave)
     again = refined(second, ["local-search"], Budget(trials=result.trials), directory=tmp_path)
     assert second.traced == 0

@@ -175,6 +175,9 @@ class _Refinement:
                 break  # nothing new to measure
             calibration = self._kept(self._corrected(calibration))
         self.real.final()
+        if self.real.finals.means:
+            # Those are the times that count: what is drawn of the answer should agree with them.
+            calibration = self._kept(self._corrected(calibration))
         found = calibration if self._says_anything(calibration) else None
         return dataclasses.replace(self.real.result(), calibration=found)
 

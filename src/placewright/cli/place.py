@@ -485,8 +485,10 @@ def _print_answer(result: Result, directory: str) -> None:
     step = common.format_seconds(result.step_seconds)
     how = "simulated"
     if result.measured:
-        spread = common.format_seconds(result.best.measurement.half_width_seconds or 0.0)
-        how = f"measured, 95% within ± {spread}"
+        spread = result.best.measurement.half_width_seconds
+        how = "measured once"
+        if spread is not None:
+            how = f"measured, 95% within ± {common.format_seconds(spread)}"
     say(f"[bold]{step}[/bold] a step on {on} ({how}), found by {result.best.placer}")
     single = result.best_single
     if single is not None:
