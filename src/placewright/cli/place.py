@@ -485,10 +485,10 @@ def _print_answer(result: Result, directory: str) -> None:
     step = common.format_seconds(result.step_seconds)
     how = "simulated"
     if result.measured:
-        spread = result.best.measurement.half_width_seconds
+        half_width = result.best.measurement.half_width_seconds
         how = "measured once"
-        if spread is not None:
-            how = f"measured, 95% within ± {common.format_seconds(spread)}"
+        if half_width is not None:
+            how = f"measured, 95% within ± {common.format_seconds(half_width)}"
     say(f"[bold]{step}[/bold] a step on {on} ({how}), found by {result.best.placer}")
     single = result.best_single
     if single is not None:
