@@ -110,9 +110,13 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     for name in ("problem.json.gz", "journal.jsonl", "placement.json"):
         (tmp_path / name).write_bytes((run_directory / name).read_bytes())
     summary = json.loads((run_directory / "summary.json").read_text())
-    measured = {"measured": True, "step_seconds": 0.05, "lower_bound_seconds": 0.0}
+    measured = {
+        "measured": True, "step_seconds": 0.05, "lower_bound_seconds": 0.0,
+        "comparisons": [{"method": "expert", "ratio": 1.25, "half_width": 0.1}],
+    }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps({**summary, **measured}))
     run = read_run(tmp_path)
+    assert "1.25 times as fast as the expert's placement" in answer(run)  # as measured in turns
     assert run.best is not None
     assert run.best.measurement.mean_seconds == 0.05  # not the journal's
     assert "50.0 ms" in answer(run)

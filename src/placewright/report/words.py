@@ -49,13 +49,17 @@ def plural(count: int, noun: str) -> str:
 
 
 def comparisons(run: Run) -> list[dict[str, Any]]:
-    """The methods that only compute, and how many times as fast as each the answer is."""
+    """The methods that only compute, and how many times as fast as each the answer is: where they
+    were measured in turns, by these."""
     step = run.summary["step_seconds"]
+    in_turns = {other["method"]: other["ratio"] for other in run.summary.get("comparisons", ())}
     return [
         {
             "method": row["method"],
             "step_seconds": row["step_seconds"],
-            "speed_up": row["step_seconds"] / step if row["step_seconds"] and step else None,
+            "speed_up": in_turns.get(row["method"], row["step_seconds"] / step)
+            if row["step_seconds"] and step
+            else None,
             "outcome": row["outcome"],
         }
         for row in run.summary["methods"]
