@@ -33,6 +33,7 @@ from placewright.frontends import load_program
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
+from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 
@@ -54,17 +55,25 @@ def main() -> None:
             write(rows, load_before)
 
 
-def check(model: str, cluster: str, count: int, *, passes: int = 2) -> list[dict[str, Any]]:
-    """Calibrates, then measures fresh placements, in two passes or (in half the time, but without
-    knowing how well measurements agree with themselves) one."""
+def check(
+    model: str,
+    cluster: str,
+    count: int,
+    *,
+    fit: int = FIT,
+    passes: int = 2,
+    config: RunConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Calibrates on `fit` placements, then measures fresh ones, in two passes or (in half the time,
+    but without knowing how well measurements agree with themselves) one."""
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
     # Groups are made of co-location sets, so that every placement of groups is one of these, too.
     sets = dataclasses.replace(problem, grouping=group(program.graph, (by_colocation, by_gradient)))
-    with TensorFlowRunner(program, problem.cluster) as runner:
+    with TensorFlowRunner(program, problem.cluster, config) as runner:
         fitted_to = [
-            *(of_sets(p, problem, sets) for p in varied_placements(problem, FIT // 2)),
-            *varied_placements(sets, FIT - FIT // 2),
+            *(of_sets(p, problem, sets) for p in varied_placements(problem, fit // 2)),
+            *varied_placements(sets, fit - fit // 2),
         ]
         found = calibration.calibrate(sets, runner, fitted_to)
         problem, sets = found.problem(problem), found.problem(sets)

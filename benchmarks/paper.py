@@ -122,8 +122,8 @@ class Settings:
     trials: int = 2000
     """Of the learners. What they find by then does not depend on the machine; `reinforce` takes up
     to 50 s for them."""
-    seconds: float = 30.0
-    """Of `auto`, on one core."""
+    seconds: float = 20.0
+    """Of `auto`, on one core; a last update of its learner may take it some seconds beyond."""
     jobs: int = 2
     """Searches at a time, one core each."""
 
@@ -141,11 +141,16 @@ class Settings:
     fidelity_models: tuple[str, ...] = MODELS
     placements: int = 40
     """Predicted and measured, of each model."""
+    fit: int = 16
+    """Other placements, that each calibration is fitted to."""
+    fidelity_steps: int = 6
+    """Of each run, up to ten where they differ: a few, as there are some eighty runs of each model.
+    `benchmarks.fidelity` takes longer and measures everything twice."""
 
-    train_steps: int = 60
+    train_steps: int = 50
     """In each of four runs: enough to see the loss fall and the times differ."""
 
-    scaling_seconds: float = 8.0
+    scaling_seconds: float = 5.0
     """Of each search whose growth with the size of the problem is looked at."""
     scaling_groups: tuple[int, ...] = (50, 100, 250, 500, 1000)
     """With the middle number of ops."""
@@ -504,7 +509,14 @@ def measured(settings: Settings) -> None:
 def fidelity(settings: Settings) -> None:
     path = settings.folder / "fidelity.csv"
     for model in settings.fidelity_models:
-        rows = fidelity_benchmark.check(model, "cpu2", settings.placements, passes=1)
+        rows = fidelity_benchmark.check(
+            model,
+            "cpu2",
+            settings.placements,
+            fit=settings.fit,
+            passes=1,
+            config=RunConfig(steps=settings.fidelity_steps, max_steps=10),
+        )
         print(fidelity_benchmark.table(rows), flush=True)
         figures.fidelity(merge_csv(path, rows, "model"), path.with_suffix(".svg"))
 
