@@ -12,19 +12,18 @@ by 1, 2 or 4 controllers, until a placement within a quarter of the optimum is f
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import math
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import Row, command, markdown, write_csv
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.team import assemble
 from placewright.evaluators.base import Evaluator
@@ -92,7 +91,6 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     made = workers_rows() if arguments.what == "workers" else controllers_rows(arguments.seeds)
-    command = " ".join(["python -m benchmarks.distributed", *sys.argv[1:]])
     for row in made:
         print(row, flush=True)
         rows.append(
@@ -101,14 +99,59 @@ def main() -> None:
                 "cores": os.cpu_count(),
                 "load": round(os.getloadavg()[0], 1),
                 "python": platform.python_version(),
-                "command": command,
+                "command": command(),
             }
         )
         if arguments.csv is not None:  # after every row: a long run may be cut short
-            with arguments.csv.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-                writer.writerows(rows)
+            write_csv(arguments.csv, rows)
+
+
+def workers_table(rows: Sequence[Row]) -> str:
+    return markdown(
+        ["workers", "trials/s", "of linear", "model"],
+        [
+            [
+                row["workers"],
+                f"{float(row['trials_per_second']):.1f}",
+                f"{float(row['of_linear']):.2f}",
+                f"{float(row['predicted_trials_per_second']):.0f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def controllers_table(rows: Sequence[Row]) -> str:
+    """Mean over the seeds, and the range of the time."""
+    cells = []
+    for case in dict.fromkeys((row["controllers"], row["workers_each"]) for row in rows):
+        mine = [row for row in rows if (row["controllers"], row["workers_each"]) == case]
+
+        def mean(column: str, mine: Sequence[Row] = mine) -> float:
+            return statistics.fmean(float(row[column]) for row in mine)
+
+        times = [float(row["seconds_to_target"]) for row in mine if row["seconds_to_target"] != ""]
+        reached = (
+            "never"
+            if not times
+            else (f"{statistics.fmean(times):.1f} ({min(times):.1f}-{max(times):.1f})")
+        )
+        if 0 < len(times) < len(mine):
+            reached += f", {len(mine) - len(times)} of {len(mine)} never"
+        cells.append(
+            [
+                f"{case[0]} x {case[1]}",
+                reached,
+                f"{mean('trials_per_second'):.1f}",
+                f"{mean('predicted_trials_per_second'):.1f}",
+                f"{mean('idle_share'):.0%}",
+                f"{mean('staleness_mean'):.1f}",
+            ]
+        )
+    return markdown(
+        ["controllers x workers", "seconds to target", "trials/s", "model", "idle", "staleness"],
+        cells,
+    )
 
 
 def workers_rows() -> Iterator[dict[str, Any]]:

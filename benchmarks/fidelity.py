@@ -16,18 +16,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import platform
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.simulator import cpu_name, merge_csv
+from benchmarks import figures, tables
+from benchmarks.common import MODELS, Row, made_by, merge_csv
+from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
-from placewright._version import VERSION
 from placewright.api import run
 from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster
@@ -35,12 +33,13 @@ from placewright.frontends import load_program
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
+from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 
 GROUPS, SETS = "groups", "co-location sets"
 """Kinds of random and contiguous placements: of what."""
-RESULTS = Path(__file__).parent / "results" / "fidelity"
+RESULTS = ALL_RESULTS / "fidelity"
 CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
 FIT = 24
 """Placements that each calibration is fitted to, half of groups and half of co-location sets."""
@@ -50,35 +49,49 @@ def main() -> None:
     options = _options()
     load_before = os.getloadavg()[0]
     for model in options.models:
-        rows = check(model, options.cluster, options.placements)
+        rows = check(model, options.cluster, options.placements, passes=options.passes)
         print(table(rows), flush=True)
         if not options.no_write:
             write(rows, load_before)
 
 
-def check(model: str, cluster: str, count: int) -> list[dict[str, Any]]:
+def check(
+    model: str,
+    cluster: str,
+    count: int,
+    *,
+    fit: int = FIT,
+    passes: int = 2,
+    config: RunConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Calibrates on `fit` placements, then measures fresh ones, in two passes or (in half the time,
+    but without knowing how well measurements agree with themselves) one."""
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
     # Groups are made of co-location sets, so that every placement of groups is one of these, too.
     sets = dataclasses.replace(problem, grouping=group(program.graph, (by_colocation, by_gradient)))
-    with TensorFlowRunner(program, problem.cluster) as runner:
+    with TensorFlowRunner(program, problem.cluster, config) as runner:
         fitted_to = [
-            *(of_sets(p, problem, sets) for p in varied_placements(problem, FIT // 2)),
-            *varied_placements(sets, FIT - FIT // 2),
+            *(of_sets(p, problem, sets) for p in varied_placements(problem, fit // 2)),
+            *varied_placements(sets, fit - fit // 2),
         ]
         found = calibration.calibrate(sets, runner, fitted_to)
         problem, sets = found.problem(problem), found.problem(sets)
         singles = [everything_on(sets, device) for device in range(sets.num_devices)]
         kinds = fresh(problem, sets, count, [*fitted_to, *singles])
         assert len(kinds) >= count, f"{len(kinds)} placements, not {count}"
-        ran, result = calibration.check(sets, runner, list(kinds))
+        if passes == 2:
+            ran, result = calibration.check(sets, runner, list(kinds))
+        else:
+            once = calibration.in_turns(sets, runner, list(kinds))
+            ran, result = calibration.fidelity(sets, once, once)
     return [
         {
             "model": model,
             "kind": kinds[placement],
             "predicted_seconds": predicted,
             "first_seconds": first,
-            "second_seconds": second,
+            "second_seconds": second if passes == 2 else "",
             "raw_seconds": raw,
         }
         for placement, predicted, first, second, raw in zip(
@@ -116,7 +129,17 @@ def of_sets(placement: Placement, problem: Problem, sets: Problem) -> Placement:
     return Placement.of(sets, placement.devices[problem.grouping.group_of[first]])
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def of_rows(rows: Sequence[Row]) -> Fidelity:
+    """Of one model. A second pass that there was not is taken as a copy of the first."""
+    return Fidelity(
+        predicted=tuple(float(row["predicted_seconds"]) for row in rows),
+        first=tuple(float(row["first_seconds"]) for row in rows),
+        second=tuple(float(row["second_seconds"] or row["first_seconds"]) for row in rows),
+        raw=tuple(float(row["raw_seconds"]) for row in rows),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
     lines = [
         "| model | kind | placements | mean absolute error | not scaled | Spearman | "
         "of the fastest half | of the measurement with itself |",
@@ -124,12 +147,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        result = Fidelity(
-            **{
-                name: tuple(float(row[f"{name}_seconds"]) for row in mine)
-                for name in ("predicted", "first", "second", "raw")
-            }
-        )
+        result = of_rows(mine)
+        twice = all(row["second_seconds"] != "" for row in mine)
         kinds = {"all": list(range(len(mine)))}
         for kind in (GROUPS, SETS):
             kinds[kind] = [n for n, row in enumerate(mine) if row["kind"] == kind]
@@ -143,33 +162,34 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 lines.append(
                     f"| {model} | {name} | {len(numbers)} | {part.error:.1%} | {raw.error:.1%} "
                     f"| {part.spearman:.3f} | {part.fastest_half.spearman:.3f} "
-                    f"| {part.repeated:.3f} |"
+                    f"| {f'{part.repeated:.3f}' if twice else ''} |"
                 )
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, Any]], load: float) -> None:
+def write(rows: Sequence[Row], load: float) -> None:
     rows = merge_csv(RESULTS / "fidelity.csv", rows, "model")
-    command = " ".join(["python -m benchmarks.fidelity", *sys.argv[1:]])
-    (RESULTS / "README.md").write_text(
+    figures.fidelity(rows, RESULTS / "fidelity.svg")
+    page = RESULTS / "README.md"
+    page.write_text(
         f"""# Prediction against real runs
 
-{table(rows)}
+{tables.block("fidelity", page)}
 
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
-{FIT} placements and checked on others, in two passes. Times are scaled by how fast a reference was
-just then, but for the column that says so. Made by `{command}` with version {VERSION}, Python
-{platform.python_version()}, on {cpu_name()}, {os.cpu_count()} cores; other load at the start:
-{load:.1f}.
-"""
+{FIT} placements and checked on others. Times are scaled by how fast a reference was just then, but
+for the column that says so. {made_by()} Other load at the start: {load:.1f}.
+""",
+        encoding="utf-8",
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
+    parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cluster", default="cpu2")
     parser.add_argument("--placements", type=int, default=44)
+    parser.add_argument("--passes", type=int, choices=(1, 2), default=2, help="of measuring them")
     parser.add_argument("--no-write", action="store_true", help="only print")
     return parser.parse_args()
 

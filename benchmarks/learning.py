@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import os
 
-# One thread each: the cases run side by side. Before numba and torch are imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+if __name__ == "__main__":
+    # One thread, as the cases that run side by side have. Before numba and torch are imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 import argparse
-import csv
 import itertools
-import multiprocessing
 import platform
 import statistics
 import tempfile
@@ -33,7 +32,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator import cpu_name
+from benchmarks.common import (
+    CLUSTERS,
+    MODELS,
+    add_csv,
+    cpu_name,
+    markdown,
+    marked,
+    read_csv,
+    run_search,
+    side_by_side,
+    work_shares,
+)
+from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
 from placewright.cluster import Cluster
@@ -41,9 +52,9 @@ from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.search import Budget
 
-RESULTS = Path(__file__).parent / "results" / "learning"
+RESULTS = ALL_RESULTS / "learning"
 
 Variants = dict[str, tuple[str, tuple[str, ...]]]
 SCRATCH = ("warm_start=0", "polish=0")
@@ -73,29 +84,19 @@ NOISE: Variants = {"ppo": ("ppo", ()), "ppo from scratch": ("ppo", SCRATCH)}
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One search; the best step time after each number of trials asked for."""
     problem = make_problem(load(case["model"]), Cluster.load(case["cluster"]))
-    exact = SimulatedEvaluator(problem)
-    exact.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])  # compiles
-    (placer,) = methods.make(
-        [case["method"]], problem, seed=case["seed"], learner=case["settings"],
-        policy=case.get("policy"),
-    )  # fmt: skip
-    curve: list[tuple[int, float]] = []
-
-    def observe(progress: Progress) -> None:
-        best = progress.best
-        if best is not None and (not curve or best.measurement.mean_seconds < curve[-1][1]):
-            curve.append((progress.trials, best.measurement.mean_seconds))
-
-    started = time.monotonic()
     noise = Noise(seed=case["seed"]) if case.get("noise") else None
     evaluator = _Remembering(problem, noise=noise)
-    progress = search(
-        [placer],
-        evaluator,
+    searched = run_search(
+        problem,
+        [case["method"]],
         Budget(trials=case["most"]),
         seed=case["seed"],
-        observe=observe,
+        settings=case["settings"],
+        policy=case.get("policy"),
+        evaluator=evaluator,
     )
+    exact = SimulatedEvaluator(problem)
+    best = searched.progress.best
     row: dict[str, Any] = {
         "model": problem.graph.name,
         "cluster": problem.cluster.name,
@@ -103,20 +104,16 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "seed": case["seed"],
     }
     for trials in case["trials"]:
-        reached = [seconds for at, seconds in curve if at <= trials]
+        reached = [point.step_seconds for point in searched.curve if point.trials <= trials]
         enough = trials <= case["most"]
         row[f"best_at_{trials}"] = f"{min(reached):.6f}" if reached and enough else ""
-    greedy = getattr(placer, "greedy", None)
-    final = greedy() if greedy else (progress.best.placement if progress.best else None)
+    final = searched.policy_placement or (best.placement if best else None)
     row |= {"final_seconds": "", "final_devices": "", "final_largest_share": ""}
     if final is not None:
-        measurement = exact.evaluate([final])[0]
+        (measurement,) = exact.evaluate([final])
         row["final_seconds"] = f"{measurement.mean_seconds:.6f}"
         row["final_devices"] = len(set(final.devices.tolist()))
-        # Placements hardly ever leave the CPU quite empty; what counts is where the work is.
-        work = problem.group_seconds[final.devices, range(problem.num_groups)]
-        share = [work[final.devices == d].sum() for d in range(problem.num_devices)]
-        row["final_largest_share"] = f"{max(share) / sum(share):.3f}"
+        row["final_largest_share"] = f"{max(work_shares(problem, final)):.3f}"
     if noise is not None:
         # As after real runs: the luckiest of many is not the best, so the best play a final.
         finalists = [*evaluator.best(10), *([final] if final is not None else [])]
@@ -127,8 +124,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         ran = [(statistics.fmean(t), p) for t, p in zip(times, finalists, strict=True) if t]
         answer = min(ran, key=lambda pair: pair[0])[1]
         row["answer_seconds"] = f"{exact.evaluate([answer])[0].mean_seconds:.6f}"
-    row["trials"] = progress.trials
-    row["search_seconds"] = round(time.monotonic() - started, 1)
+    row["trials"] = searched.progress.trials
+    row["search_seconds"] = round(searched.seconds, 1)
     return row
 
 
@@ -165,11 +162,9 @@ def to_run(cases: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
 
 def run_all(cases: Sequence[dict[str, Any]], path: Path, jobs: int) -> None:
     """Runs what is not in the file yet, each case in a process of its own, and adds it."""
-    cases = to_run(cases, path)
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        for row in pool.imap_unordered(run_case, cases, chunksize=1):
-            print(*row.values(), flush=True)
-            add_csv(path, row)
+    for row in side_by_side(run_case, to_run(cases, path), jobs):
+        print(*row.values(), flush=True)
+        add_csv(path, row)
 
 
 def cases_of(variants: Variants, options: argparse.Namespace, **more: Any) -> list[dict[str, Any]]:
@@ -285,25 +280,6 @@ def speed() -> None:
 # --- files and tables ----------------------------------------------------------------------------
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def add_csv(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = read_csv(path)
-    if rows and list(rows[0]) != list(row):
-        raise SystemExit(f"{path}: has other columns ({', '.join(rows[0])}); move it away first")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if not rows:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 def table(rows: Iterable[dict[str, str]], column: str) -> str:
     """Markdown: variants down, cases across; mean (best-worst) over seeds."""
     rows = list(rows)
@@ -313,7 +289,10 @@ def table(rows: Iterable[dict[str, str]], column: str) -> str:
         "| | " + " | ".join(f"{model} {cluster}" for model, cluster in cases) + " |",
         "|---|" + "---:|" * len(cases),
     ]
-    for variant in dict.fromkeys(r["variant"] for r in rows):
+    # Lines of a file are in the order in which the cases ended.
+    known = [*reversed(QUALITY), *ABLATION]
+    there = dict.fromkeys(r["variant"] for r in rows)
+    for variant in sorted(there, key=lambda name: known.index(name) if name in known else 0):
         cells = []
         for case in cases:
             mine = [
@@ -364,6 +343,15 @@ def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]
     return "\n".join(lines)
 
 
+def final_table(rows: Sequence[dict[str, str]]) -> str:
+    """What policies hold for the best at the end."""
+    return table([row for row in rows if row["variant"] != "local-search"], "final_seconds")
+
+
+def speed_table(rows: Sequence[dict[str, str]]) -> str:
+    return markdown(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def report() -> None:
     """The README of the results, from what the files hold."""
     parts = [
@@ -389,24 +377,24 @@ def report() -> None:
         seeds = sorted({int(r["seed"]) for r in rows})
         parts += ["", f"## {title}", "", f"Seeds {', '.join(map(str, seeds))}."]
         if name == "noise":
-            parts += ["", noise_table(rows, read_csv(RESULTS / "quality.csv"))]
+            made = noise_table(rows, read_csv(RESULTS / "quality.csv"))
+            parts += ["", marked("learning-noise", made)]
             continue
         for column in [c for c in rows[0] if c.startswith("best_at_")]:
             if any(r[column] for r in rows):
                 trials = int(column.removeprefix("best_at_"))
-                parts += ["", f"Best after {trials:,} trials:", "", table(rows, column)]
+                made = marked(f"learning-{name}-{trials}", table(rows, column))
+                parts += ["", f"Best after {trials:,} trials:", "", made]
         if name == "quality":
             parts += [
                 "",
                 "What the policy itself holds for the best at the end (its likeliest placement):",
                 "",
-                table([r for r in rows if r["variant"] != "local-search"], "final_seconds"),
+                marked(f"learning-{name}-final", final_table(rows)),
             ]
     rows = read_csv(RESULTS / "speed.csv")
     if rows:
-        parts += ["", "## Seconds of one update", "", "| " + " | ".join(rows[0]) + " |"]
-        parts += ["|" + "---|" * len(rows[0])]
-        parts += ["| " + " | ".join(row.values()) + " |" for row in rows]
+        parts += ["", "## Seconds of one update", "", marked("learning-speed", speed_table(rows))]
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "README.md").write_text("\n".join(parts) + "\n")
 
@@ -431,8 +419,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "what", choices=["quality", "ablation", "noise", "transfer", "speed", "report"]
     )
-    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
-    parser.add_argument("--clusters", nargs="+", default=["k80x2", "k80x4"])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS)
     parser.add_argument("--trials", nargs="+", type=int, default=[2000, 20000])
     parser.add_argument("--most", type=int, help="Trials of each run; default: all that count.")
     parser.add_argument("--train-trials", type=int, default=20000)

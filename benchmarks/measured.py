@@ -12,35 +12,45 @@ with the tables.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.simulator import cpu_name, merge_csv
+from benchmarks.common import MODELS, Row, made_by, markdown, marked, merge_csv
+from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import methods as registry
-from placewright._version import VERSION
+from placewright.api import Result
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.finals import in_rounds
 from placewright.frontends import load_program
 from placewright.frontends.tensorflow.program import Program
-from placewright.measuring import search_measured
+from placewright.journal import read_trials
+from placewright.measuring import FinalConfig, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.refine import refine
+from placewright.refine import RefineConfig, refine
 from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 
-RESULTS = Path(__file__).parent / "results" / "measured"
+RESULTS = ALL_RESULTS / "measured"
 CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+
+
+Answer = tuple[Placement, int, int]
+"""The placement, how many real runs that took, and how many until one was about as good."""
+
+EXPLAINED = """\
+Models at small scale on `cpu2`; all answers measured in turns after the searches. A time is the
+mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the
+same of the ratio within each round. The runs until within 2% are those of the search, in order, by
+the times that it saw itself."""
 
 
 def main() -> None:
@@ -49,7 +59,14 @@ def main() -> None:
         program = load_program(model, scale="small")
         problem = make_problem(program.graph, Cluster.load(options.cluster))
         with TensorFlowRunner(program, problem.cluster) as runner:
-            rows = [{"model": model, **row} for row in compare(problem, runner, options)]
+            found = compare(
+                problem,
+                runner,
+                Budget(trials=options.runs),
+                Budget(trials=options.learner_runs) if options.learner_runs else None,
+                options.rounds,
+            )
+            rows = [{"model": model, **row} for row in found]
             ours, naive = overhead(problem, runner, program)
         overheads = [{"model": model, "overhead_seconds": ours, "naive_seconds": naive}]
         print(answers_table(rows), overhead_table(overheads), sep="\n\n", flush=True)
@@ -58,45 +75,94 @@ def main() -> None:
 
 
 def compare(
-    problem: Problem, runner: TensorFlowRunner, options: argparse.Namespace
+    problem: Problem,
+    runner: TensorFlowRunner,
+    ours: Budget,
+    learner: Budget | None,
+    rounds: int,
+    *,
+    classical: Sequence[str] = CLASSICAL,
+    config: RefineConfig | None = None,
 ) -> list[dict[str, Any]]:
-    """What each way of searching found, measured side by side."""
-    answers: dict[str, tuple[Placement, int]] = {}
-    result = refine(problem, runner, registry.parse("auto"), Budget(trials=options.runs))
-    answers["simulate+measure"] = (result.placement, result.trials)
+    """What each way of searching found, measured side by side.
+
+    Args:
+        problem: of the runner's program and cluster.
+        runner: the real devices.
+        ours: of simulate+measure.
+        learner: of learning from measured rewards; None to leave that out.
+        rounds: of measuring all answers in turns at the end.
+        classical: methods whose proposals are measured.
+        config: of the searches.
+    """
+    config = config or RefineConfig()
+    answers: dict[str, Answer] = {}
+    answers["simulate+measure"] = _searched(
+        problem,
+        lambda folder: refine(
+            problem, runner, registry.parse("auto"), ours, directory=folder, config=config
+        ),
+    )
     evaluator = MeasuredEvaluator(problem, runner)
-    if options.learner_runs:
-        budget = Budget(trials=options.learner_runs)
-        learnt = search_measured(problem, evaluator, ["reinforce"], budget)
-        answers["reinforce, measured"] = (learnt.placement, learnt.trials)
-    for name in registry.installed(CLASSICAL)[0]:
+    if learner is not None:
+        final = FinalConfig(finalists=config.finalists, final_rounds=config.final_rounds)
+        answers["reinforce, measured"] = _searched(
+            problem,
+            lambda folder: search_measured(
+                problem, evaluator, ["reinforce"], learner, directory=folder, config=final
+            ),
+            "reinforce",
+        )
+    for name in registry.installed(classical)[0]:
         (placer,) = registry.make([name], problem)
         asked = placer.ask(problem.num_devices)
         tried = [(p, evaluator.evaluate([p])[0].mean_seconds) for p in asked]
         if tried and min(seconds for _, seconds in tried) < np.inf:
-            answers[name] = (min(tried, key=lambda pair: pair[1])[0], len(tried))
+            best = min(tried, key=lambda pair: pair[1])[0]
+            answers[name] = (best, len(tried), runs_needed(best, tried))
     finals = in_rounds(
-        [placement for placement, _ in answers.values()],
+        [placement for placement, _, _ in answers.values()],
         lambda placement: evaluator.run(placement, compared=True).measurement,
-        options.rounds,
+        rounds,
     )
-    ours = answers["simulate+measure"][0]
+    found = answers["simulate+measure"][0]
     rows = []
-    for name, (placement, runs) in answers.items():
-        if placement in finals.means and ours in finals.means:
+    for name, (placement, runs, needed) in answers.items():
+        if placement in finals.means and found in finals.means:
             measurement = finals.measurement(placement)
-            against = finals.compare(ours, placement, name)
+            against = finals.compare(found, placement, name)
             rows.append(
                 {
                     "method": name,
                     "runs": runs,
+                    "runs_to_2_percent": needed,
                     "step_seconds": measurement.mean_seconds,
                     "half_width_seconds": measurement.half_width_seconds,
                     "times_ours": against.ratio,
                     "half_width_times_ours": against.half_width,
+                    "placement": "".join(map(str, placement.devices.tolist())),
                 }
             )
     return rows
+
+
+def _searched(problem: Problem, find: Callable[[str], Result], method: str | None = None) -> Answer:
+    """What a search found; with `method`, the best that this one found."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = find(folder)
+        trials = read_trials(Path(folder) / "journal.jsonl", problem)
+    tried = [(trial.placement, trial.measurement.mean_seconds) for trial in trials]
+    # The best of the references is not what a learner found.
+    own = {entry.method: entry.best for entry in result.methods}.get(method or "")
+    answer = own.placement if own is not None and own.measurement.ok else result.placement
+    return answer, result.trials, runs_needed(answer, tried)
+
+
+def runs_needed(answer: Placement, tried: Sequence[tuple[Placement, float]]) -> int:
+    """How many real runs it took until one was within 2% of the answer, in order: by the times of
+    the search itself, of which the answer's is the median of its runs."""
+    usual = statistics.median_low([seconds for placement, seconds in tried if placement == answer])
+    return next(n for n, (_, seconds) in enumerate(tried, start=1) if seconds <= 1.02 * usual)
 
 
 def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tuple[float, float]:
@@ -119,53 +185,66 @@ def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tu
     )
 
 
-def answers_table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| model | method | real runs | seconds per step | ± | times simulate+measure | ± |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row['model']} | {row['method']} | {row['runs']} | {float(row['step_seconds']):.4f} "
-        f"| {float(row['half_width_seconds']):.4f} | {float(row['times_ours']):.3f} "
-        f"| {float(row['half_width_times_ours']):.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+def answers_table(rows: Sequence[Row]) -> str:
+    return markdown(
+        ["model", "method", "real runs", "until within 2% of its answer", "seconds per step", "±",
+         "times simulate+measure", "±"],
+        [
+            [
+                row["model"],
+                row["method"],
+                row["runs"],
+                row["runs_to_2_percent"],
+                f"{float(row['step_seconds']):.4f}",
+                _half_width(row["half_width_seconds"], 4),
+                f"{float(row['times_ours']):.3f}",
+                _half_width(row["half_width_times_ours"], 3),
+            ]
+            for row in rows
+        ],
+        texts=2,
+    )  # fmt: skip
 
 
-def overhead_table(overheads: Sequence[dict[str, Any]]) -> str:
-    lines = ["| model | overhead of a run, s | the naive way, s |", "|---|---:|---:|"]
-    lines += [
-        f"| {row['model']} | {float(row['overhead_seconds']):.2f} "
-        f"| {float(row['naive_seconds']):.2f} |"
-        for row in overheads
-    ]
-    return "\n".join(lines)
+def _half_width(value: Any, digits: int) -> str:
+    return f"{float(value):.{digits}f}" if value not in ("", None) else ""
 
 
-def write(rows: Sequence[dict[str, Any]], overheads: Sequence[dict[str, Any]]) -> None:
+def overhead_table(overheads: Sequence[Row]) -> str:
+    return markdown(
+        ["model", "overhead of a run, s", "the naive way, s"],
+        [
+            [
+                row["model"],
+                f"{float(row['overhead_seconds']):.2f}",
+                f"{float(row['naive_seconds']):.2f}",
+            ]
+            for row in overheads
+        ],
+    )
+
+
+def write(rows: Sequence[Row], overheads: Sequence[Row]) -> None:
     rows = merge_csv(RESULTS / "measured.csv", rows, "model")
     overheads = merge_csv(RESULTS / "overhead.csv", overheads, "model")
-    command = " ".join(["python -m benchmarks.measured", *sys.argv[1:]])
     (RESULTS / "README.md").write_text(
         f"""# Searching with real runs
 
-{answers_table(rows)}
+{marked("measured", answers_table(rows))}
 
-{overhead_table(overheads)}
+{marked("measured-overhead", overhead_table(overheads))}
 
-Models at small scale on `cpu2`; all answers measured in turns after the searches. A time is the
-mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the
-same of the ratio within each round. Made by
-`{command}` with version {VERSION}, Python {platform.python_version()}, on {cpu_name()},
-{os.cpu_count()} cores.
-"""
+{EXPLAINED}
+
+{made_by()}
+""",
+        encoding="utf-8",
     )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
+    parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cluster", default="cpu2")
     parser.add_argument("--runs", type=int, default=60, help="of simulate+measure")
     parser.add_argument("--learner-runs", type=int, default=500, help="of reinforce; 0 for none")

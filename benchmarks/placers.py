@@ -10,21 +10,16 @@ Writes `results/placers/placers.csv` (a line for each model, cluster, method and
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator import cpu_name
+from benchmarks.common import CLUSTERS, MODELS, Row, made_by, marked, write_csv
+from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem
 from placewright import methods as registry
-from placewright._version import VERSION
-from placewright.api import Result, run
+from placewright.api import run
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Trial
@@ -34,7 +29,7 @@ from placewright.problem import Problem
 from placewright.search import Budget
 from placewright.testing import random_problem
 
-RESULTS = Path(__file__).parent / "results" / "placers"
+RESULTS = ALL_RESULTS / "placers"
 BASELINES = ("expert", "scotch", "mincut")
 METHODS = tuple(name for name in registry.METHODS if name != "reinforce")
 """What is compared by time. The published learner needs many times these budgets; it is compared by
@@ -69,14 +64,32 @@ def measure(problem: Problem, seconds: float, seeds: Sequence[int]) -> list[dict
     ]:
         result = run(problem, registry.parse(name), Budget(seconds=seconds), seed=seed)
         failed = next((m.best for m in result.methods if m.best is not None), None)
-        rows.append(_row(problem, name, seed, result.best or failed, result))
+        rows.append(
+            found_row(
+                problem,
+                name,
+                seed,
+                result.best or failed,
+                trials=result.trials,
+                seconds=result.seconds,
+                lower_bound=result.lower_bound_seconds,
+            )
+        )
         print(*rows[-1].values(), flush=True)
     return rows
 
 
-def _row(
-    problem: Problem, method: str, seed: int, best: Trial | None, result: Result
+def found_row(
+    problem: Problem,
+    method: str,
+    seed: int,
+    best: Trial | None,
+    *,
+    trials: int,
+    seconds: float,
+    lower_bound: float,
 ) -> dict[str, Any]:
+    """What a method found, for a file."""
     ok = best is not None and best.measurement.ok
     return {
         "model": problem.graph.name,
@@ -87,9 +100,9 @@ def _row(
         "step_seconds": best.measurement.mean_seconds if best is not None and ok else "",
         "outcome": best.measurement.outcome.value if best is not None else "nothing proposed",
         "peak_gb": " ".join(f"{b / 1e9:.2f}" for b in best.measurement.peak_bytes) if best else "",
-        "trials": result.trials,
-        "search_seconds": round(result.seconds, 2),
-        "lower_bound_seconds": result.lower_bound_seconds,
+        "trials": trials,
+        "search_seconds": round(seconds, 2),
+        "lower_bound_seconds": lower_bound,
     }
 
 
@@ -125,7 +138,17 @@ def against_the_optimum() -> list[dict[str, Any]]:
     return rows
 
 
-def model_table(rows: Sequence[dict[str, Any]]) -> str:
+def seconds_text(rows: Sequence[Row]) -> str:
+    """The step time of rows that differ by their seed: mean and range, or how they failed."""
+    times = [float(row["step_seconds"]) for row in rows if row["step_seconds"] != ""]
+    if not times:
+        return str(rows[0]["outcome"]) if rows else ""
+    if len(times) == 1:
+        return f"{times[0]:.3f}"
+    return f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})"
+
+
+def model_table(rows: Sequence[Row]) -> str:
     """A Markdown table: methods down, models and clusters across, mean over seeds."""
     cases = list(dict.fromkeys((r["model"], r["cluster"]) for r in rows))
     methods = [*dict.fromkeys(r["method"] for r in rows if r["method"] != "auto"), "auto"]
@@ -137,24 +160,18 @@ def model_table(rows: Sequence[dict[str, Any]]) -> str:
         cells = []
         for case in cases:
             mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["method"] == method]
-            times = [r["step_seconds"] for r in mine if r["step_seconds"] != ""]
-            if not times:
-                cells.append(mine[0]["outcome"] if mine else "")
-            elif len(times) == 1:
-                cells.append(f"{times[0]:.3f}")
-            else:
-                cells.append(f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})")
+            cells.append(seconds_text(mine))
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     bounds = [
-        next(r["lower_bound_seconds"] for r in rows if (r["model"], r["cluster"]) == case)
+        next(float(r["lower_bound_seconds"]) for r in rows if (r["model"], r["cluster"]) == case)
         for case in cases
     ]
     lines.append("| lower bound | " + " | ".join(f"{bound:.3f}" for bound in bounds) + " |")
     gains = []
     for case in cases:
         mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["step_seconds"] != ""]
-        others = [r["step_seconds"] for r in mine if r["method"] in BASELINES]
-        auto = statistics.fmean(r["step_seconds"] for r in mine if r["method"] == "auto")
+        others = [float(r["step_seconds"]) for r in mine if r["method"] in BASELINES]
+        auto = statistics.fmean(float(r["step_seconds"]) for r in mine if r["method"] == "auto")
         gains.append(f"{100 * (min(others) / auto - 1):.0f}%" if others else "")
     lines.append("| gain over the best of expert, scotch, mincut | " + " | ".join(gains) + " |")
     return "\n".join(lines)
@@ -171,32 +188,27 @@ def optimum_text(optima: Sequence[dict[str, Any]]) -> str:
 
 
 def write(rows: Sequence[dict[str, Any]], optima: Sequence[dict[str, Any]], seconds: float) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for name, table in (("placers.csv", rows), ("exact.csv", optima)):
         if table:
-            with (RESULTS / name).open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(table[0]))
-                writer.writeheader()
-                writer.writerows(table)
+            write_csv(RESULTS / name, table)
     text = [
         "# Placers on the benchmark models",
         "",
         "Simulated seconds per training step (roofline costs); mean over seeds, with the range.",
         f"Each method ran on its own; those that search, and `auto` as a whole, had {seconds:g} s.",
         "",
-        model_table(rows),
+        marked("placers", model_table(rows)),
         "",
         *([optimum_text(optima), ""] if optima else []),
-        f"Made by `{' '.join(['python -m benchmarks.placers', *sys.argv[1:]])}` with placewright "
-        f"{VERSION}, Python {platform.python_version()}, on {os.cpu_count()} cores, {cpu_name()}.",
+        made_by(),
     ]
     (RESULTS / "README.md").write_text("\n".join(text) + "\n")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=["rnnlm", "nmt", "inception_v3"])
-    parser.add_argument("--clusters", nargs="+", default=["k80x2", "k80x4"])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--no-exact", action="store_true")

@@ -11,7 +11,6 @@ the time in which other programs had the core; the caches they share with it sti
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import platform
@@ -27,6 +26,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from benchmarks.common import MODELS, Row, command, cpu_name, markdown, write_csv
 from placewright.cluster import Cluster
 from placewright.costs import estimate_costs
 from placewright.graph import IndexArray
@@ -36,7 +36,6 @@ from placewright.simulator import Simulator
 from placewright.testing import gpu_boards, layered_graph, tiny_problems
 
 SIZES = (2_000, 30_000, 100_000)
-MODELS = ("rnnlm", "nmt", "inception_v3")
 
 _FIRST_RUN = """
 import time
@@ -65,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
 
     facts = {
-        "command": " ".join(["python -m benchmarks.simulator", *sys.argv[1:]]),
+        "command": command(),
         "cpu": cpu_name(),
         "cores": Simulator(tiny_problems()[0].problem).threads,
         "load": f"{os.getloadavg()[0]:.1f}",
@@ -91,11 +90,25 @@ def main() -> None:
                 )
     print(f"load     {os.getloadavg()[0]:.1f} at the end")
     if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*rows[0], *facts])
-            writer.writeheader()
-            writer.writerows({**row, **facts} for row in rows)
+        write_csv(options.csv, [{**row, **facts} for row in rows])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: placements per second on one core."""
+    rates = {
+        (row["case"], row["placements"]): float(row["per_second_median"])
+        for row in rows
+        if int(row["threads"]) == 1
+    }
+    ops = {row["case"]: int(row["ops"]) for row in rows}
+    kinds = list(dict.fromkeys(row["placements"] for row in rows))
+    return markdown(
+        ["placements per second", "ops", *kinds],
+        [
+            [case, f"{count:,}", *(f"{rates[case, kind]:,.0f}" for kind in kinds)]
+            for case, count in ops.items()
+        ],
+    )
 
 
 def _cases(sizes: list[int], models: bool, seed: int) -> Iterator[tuple[str, Problem]]:
@@ -174,36 +187,6 @@ def _print_compile_times() -> None:
             ).stdout.split()
             run, timeline = (float(seconds) for seconds in output)
             print(f"first    {label}: run {run:.1f} s, timeline {timeline:.1f} s")
-
-
-def merge_csv(path: Path, rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Writes the rows into the file, instead of those there that have one of their keys, and gives
-    all that it holds then. So that every case is written when it is done, and the others stay."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            kept = list(csv.DictReader(file))
-    if kept and list(kept[0]) != list(rows[0]):
-        raise SystemExit(f"{path}: has other columns; was it made by another version?")
-    done = {row[key] for row in rows}
-    merged = [*(row for row in kept if row[key] not in done), *rows]
-    temporary = path.with_suffix(".new")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(merged)
-    temporary.replace(path)
-    return merged
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

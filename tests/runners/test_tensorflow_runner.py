@@ -83,6 +83,41 @@ def test_times_steps_and_drops_the_first(runner: TensorFlowRunner, program: Prog
     assert len(run.measurement.step_seconds) == 9
 
 
+def test_training_begins_anew_and_goes_the_same_way_wherever_ops_are(
+    runner: TensorFlowRunner, program: Program
+) -> None:
+    losses = []
+    for devices in (runs_on(program), by_tower(program), runs_on(program)):
+        run = runner.measure(devices, train_steps=12)
+        assert run.measurement.ok, run.measurement.reason
+        assert len(run.measurement.step_seconds) == 11
+        assert run.returned is not None
+        losses.append(run.returned["loss:0"])
+    assert len(losses[0]) == 12
+    assert len(set(losses[0])) == 12  # it learns
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == losses[0]
+    assert runner.measure(runs_on(program)).returned is None
+
+
+def test_random_ops_draw_the_same_numbers_in_every_run() -> None:
+    def build() -> None:
+        value = tf.compat.v1.random_uniform([], name="value")
+        kernel = tf.compat.v1.get_variable(
+            "kernel", [], initializer=tf.compat.v1.random_normal_initializer(), use_resource=True
+        )
+        tf.add(value, kernel, name="sum")
+
+    returned = []
+    for _ in range(2):
+        program = small(build, ["sum:0"])
+        with TensorFlowRunner(program, Cluster.load("local")) as runner:
+            returned.append(runner.measure(runs_on(program), train_steps=3).returned)
+    assert returned[0] is not None
+    assert len(set(returned[0]["sum:0"])) == 3
+    assert returned[1] == returned[0]
+
+
 def test_every_op_runs_where_it_is_put(runner: TensorFlowRunner, program: Program) -> None:
     for devices in (runs_on(program, 1), by_tower(program), runs_on(program, 0)):
         run = runner.measure(devices)

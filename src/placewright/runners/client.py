@@ -102,7 +102,7 @@ class Client:
         """Times a placement; what goes wrong on the way is the answer."""
         deadline = time.monotonic() + request["seconds"]
         try:
-            if not self._target or self._settings["limit_memory"]:
+            if not self._target or self._settings["limit_memory"] or request["train_steps"]:
                 self._reset()  # variables of other placements would count
             stepped = self._stepped
             answer = self._measure(request, deadline)
@@ -133,15 +133,21 @@ class Client:
             answer["peak_bytes"] = self._peak_bytes(metadata, request["devices"])
             warm = time.monotonic()
             seconds: list[float] = []
+            results = [result]
             while self._wants_more(seconds, request):
                 started = time.monotonic()
                 result = self._run(session, deadline)
                 seconds.append(time.monotonic() - started)
+                if not request["train_steps"]:
+                    results.clear()  # what is not a number stays so: the last step tells
+                results.append(result)
             stepped = time.monotonic() - warm
-            bad = self._not_a_number(result)
+            bad = next(filter(None, map(self._not_a_number, results)), "")
             if bad:
                 return {"outcome": "not a number", "reason": f"the step returned {bad}"}
             answer["step_seconds"] = seconds
+            if request["train_steps"]:
+                answer["returned"] = self._scalars(results)
             if request["traces"]:
                 answer["trace"] = self._trace(session, deadline, request["traces"])
         answer["overhead_seconds"] = time.monotonic() - began - stepped
@@ -149,6 +155,8 @@ class Client:
 
     def _wants_more(self, seconds: Sequence[float], request: Mapping[str, Any]) -> bool:
         settings = self._settings
+        if request["train_steps"]:
+            return len(seconds) < int(request["train_steps"]) - 1
         if len(seconds) >= 2 and min(seconds) > request["give_up_seconds"]:
             return False
         if len(seconds) < settings["steps"] - 1:
@@ -183,6 +191,14 @@ class Client:
     def _options(self, deadline: float) -> Any:
         left = max(1, int(1000 * (deadline - time.monotonic())))
         return self._v1.RunOptions(timeout_in_ms=left)
+
+    def _scalars(self, results: Sequence[Sequence[Any]]) -> dict[str, list[float]]:
+        """Of the results of each step, those that are one number."""
+        return {
+            name: [float(np.asarray(values[number]).item()) for values in results]
+            for number, name in enumerate(self._results)
+            if np.size(results[0][number]) == 1
+        }
 
     def _not_a_number(self, results: Iterable[Any]) -> str:
         for name, value in zip(self._results, results, strict=True):

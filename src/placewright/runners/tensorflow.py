@@ -50,6 +50,9 @@ class Run:
     """Seconds of each op and transfer, where traces were asked for."""
     overhead_seconds: float = 0.0
     """What the run took beyond its timed steps."""
+    returned: Mapping[str, tuple[float, ...]] | None = None
+    """What each step returned, the first one included, of the program's results that are one
+    number, such as the loss; where training was asked for."""
     foreign_load: float | None = None
     """Share of the cores that other processes took meanwhile, where that can be known."""
 
@@ -135,6 +138,7 @@ class TensorFlowRunner:
         best_seconds: float | None = None,
         traces: int = 0,
         adaptive: bool = True,
+        train_steps: int = 0,
     ) -> Run:
         """Runs one placement.
 
@@ -145,6 +149,8 @@ class TensorFlowRunner:
             traces: how many traced steps to add.
             adaptive: whether steps are added while their times differ too much; without, every
                 placement has the same number.
+            train_steps: train for so many steps (at least 2), all of them, from the first values of
+                the variables; these are the same for every placement, and so is what is fed.
 
         Raises `WorkerError` when the processes cannot even be started.
         """
@@ -158,6 +164,7 @@ class TensorFlowRunner:
         assert self._client is not None
         kills = _memory_kills()
         load = Load(self.pids)
+        assert train_steps == 0 or train_steps >= 2, "the first step is not timed"
         limit = self.config.time_limit_seconds
         request = {
             "devices": numbers,
@@ -167,6 +174,7 @@ class TensorFlowRunner:
             else best_seconds * self.config.give_up_factor,
             "traces": traces,
             "adaptive": adaptive,
+            "train_steps": train_steps,
             "check": self.config.check,
         }
         try:
@@ -199,11 +207,15 @@ class TensorFlowRunner:
             reason=self._in_our_words(answer.get("reason", "")),
         )
         misplaced = answer.get("misplaced")
+        returned = answer.get("returned")
         return Run(
             measurement=measurement,
             misplaced=None if misplaced is None else tuple(misplaced),
             trace=answer.get("trace"),
             overhead_seconds=answer.get("overhead_seconds", 0.0),
+            returned=None
+            if returned is None
+            else {name: tuple(values) for name, values in returned.items()},
             foreign_load=foreign_load,
         )
 

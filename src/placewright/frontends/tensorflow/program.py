@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,7 +30,8 @@ class Program:
     graph: Graph
     graph_def: bytes
     """The step and the initialisers, serialised, without devices and co-location: the placement
-    says where everything goes, and its grouping keeps together what must be."""
+    says where everything goes, and its grouping keeps together what must be. Random ops have a
+    seed, so that variables begin with the same values in every run."""
     inputs: tuple[Input, ...]
     targets: tuple[str, ...]
     """Ops that a step runs."""
@@ -83,6 +85,18 @@ def _add(program: GraphDef, node: NodeDef) -> None:
     if copy.op == "VarHandleOp" and not copy.attr["shared_name"].s:
         # Without a name every session would have a variable of its own.
         copy.attr["shared_name"].s = copy.name.encode()
+    if _has_no_seed(copy):
+        # From the name: two ops must not draw the same numbers.
+        copy.attr["seed"].i = 1
+        copy.attr["seed2"].i = zlib.crc32(copy.name.encode())
+
+
+def _has_no_seed(node: NodeDef) -> bool:
+    """Whether it is a random op that draws other numbers in every run: both seeds are 0."""
+    known = op_def(node.op)
+    names = {attribute.name for attribute in known.attr} if known is not None else set()
+    seeds = {"seed", "seed2"}
+    return seeds <= names and not any(node.attr[name].i for name in seeds if name in node.attr)
 
 
 def _check_iterators(nodes: Sequence[NodeDef]) -> None:

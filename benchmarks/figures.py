@@ -1,0 +1,128 @@
+"""Figures of the results, as SVG that is the same for the same numbers.
+
+Needs matplotlib, which only developers have. Without it there are none, and a line says so: the
+numbers are in the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row
+
+COLOURS = ("#1f6fb2", "#d1651a", "#2c8a3e", "#7a4fa3")
+"""Told apart also by those who see few colours, in this order."""
+
+
+_KINDS = {
+    "groups": "random or contiguous groups",
+    "co-location sets": "the same of co-location sets",
+    "": "proposed by a method",
+}
+"""Of placements that were predicted and measured; all others are named by their method."""
+
+
+def fidelity(rows: Sequence[Row], path: Path) -> None:
+    """Predicted against measured seconds, a panel for each model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = _figure(3.4 * len(models), 3.6)
+    if figure is None:
+        return
+    for number, model in enumerate(models, start=1):
+        axes = figure.add_subplot(1, len(models), number)
+        mine = [row for row in rows if row["model"] == model]
+        most = 0.0
+        for colour, (kind, label) in zip(COLOURS, _KINDS.items(), strict=False):
+            chosen = [row for row in mine if (row["kind"] if row["kind"] in _KINDS else "") == kind]
+            measured = [_measured(row) for row in chosen]
+            predicted = [float(row["predicted_seconds"]) for row in chosen]
+            axes.scatter(measured, predicted, s=14, color=colour, label=label)
+            most = max([most, *measured, *predicted])
+        axes.plot([0, 1.05 * most], [0, 1.05 * most], color="#888888", linewidth=0.8)
+        axes.set(
+            title=model,
+            xlabel="measured, s per step",
+            ylabel="predicted, s per step" if number == 1 else "",
+            xlim=(0, 1.05 * most),
+            ylim=(0, 1.05 * most),
+        )
+        if number == 1:
+            axes.legend(fontsize=7, loc="upper left")
+    _save(figure, path)
+
+
+def _measured(row: Row) -> float:
+    passes = [float(row[name]) for name in ("first_seconds", "second_seconds") if row[name] != ""]
+    return sum(passes) / len(passes)
+
+
+def training(rows: Sequence[Row], path: Path) -> None:
+    """The loss against time: a line for each placement, of its first run."""
+    figure = _figure(6.0, 3.6)
+    if figure is None:
+        return
+    axes = figure.add_subplot()
+    for colour, name in zip(COLOURS, dict.fromkeys(row["placement"] for row in rows), strict=False):
+        mine = [row for row in rows if row["placement"] == name and int(row["run"]) == 0]
+        axes.plot(
+            [float(row["seconds"]) for row in mine],
+            [float(row["loss"]) for row in mine],
+            color=colour,
+            label=name,
+        )
+    axes.set(xlabel="seconds of training, without the first step", ylabel="loss")
+    axes.legend()
+    _save(figure, path)
+
+
+def search_cost(rows: Sequence[Row], path: Path) -> None:
+    """How the best placement of each search with `auto` got better over time, as a share of the
+    best that is known."""
+    figure = _figure(6.0, 3.6)
+    if figure is None:
+        return
+    axes = figure.add_subplot()
+    cases = dict.fromkeys((row["model"], row["cluster"]) for row in rows)
+    models = list(dict.fromkeys(model for model, _ in cases))
+    clusters = list(dict.fromkeys(cluster for _, cluster in cases))
+    for model, cluster in cases:
+        mine = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
+        first = min(mine, key=lambda row: int(row["seed"]))["seed"]
+        curve = [row for row in mine if row["seed"] == first]
+        axes.step(
+            [max(float(row["seconds"]), 0.01) for row in curve],
+            [float(row["above_best_known"]) for row in curve],
+            where="post",
+            color=COLOURS[models.index(model) % len(COLOURS)],
+            linestyle=("-", "--", ":")[clusters.index(cluster) % 3],
+            label=f"{model} {cluster}",
+        )
+    axes.axhline(0.02, color="#888888", linewidth=0.8)
+    axes.set(
+        xscale="log", yscale="symlog", xlabel="seconds of search on one core",
+        ylabel="share above the best known", ylim=(0, None),
+    )  # fmt: skip
+    axes.set_yscale("symlog", linthresh=0.02)
+    axes.legend(fontsize=7)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    """None where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no figures: matplotlib is not installed (pip install '.[dev]')", flush=True)
+        return None
+    # Ids are random otherwise, and text becomes outlines.
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.rcParams.update({"svg.hashsalt": "placewright", "svg.fonttype": "none"})
+    made: Any = importlib.import_module("matplotlib.figure")
+    return made.Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
