@@ -1,5 +1,6 @@
 # make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
+# make paper   the paper's experiment: half an hour, on a machine that does nothing else
 # make lint    ruff, mypy and the import contracts
 # make docs    builds the documentation into build/docs
 # make lock    renews requirements.lock from pyproject.toml (slow; asks the registry for hashes)
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format docs lock clean
+.PHONY: demo test paper lint format docs lock clean
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
@@ -21,6 +22,10 @@ demo: $(READY)
 # would compete with TensorFlow's own threads.
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Writes benchmarks/results/paper and the tables that README.md and docs/ have from it.
+paper: $(READY)
+	@$(BIN)/python -m benchmarks.paper
 
 lint: $(READY)
 	@$(BIN)/ruff check .
