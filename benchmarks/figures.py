@@ -51,7 +51,7 @@ def fidelity(rows: Sequence[Row], path: Path) -> None:
             ylim=(0, 1.05 * most),
         )
         if number == 1:
-            axes.legend(fontsize=7, loc="upper left")
+            axes.legend(fontsize=7, loc="lower right")
     _save(figure, path)
 
 
@@ -102,11 +102,10 @@ def search_cost(rows: Sequence[Row], path: Path) -> None:
             label=f"{model} {cluster}",
         )
     axes.axhline(0.02, color="#888888", linewidth=0.8)
-    axes.set(
-        xscale="log", yscale="symlog", xlabel="seconds of search on one core",
-        ylabel="share above the best known", ylim=(0, None),
-    )  # fmt: skip
-    axes.set_yscale("symlog", linthresh=0.02)
+    axes.set(xlabel="seconds of search on one core", ylabel="above the best known", xscale="log")
+    axes.set_yscale("symlog", linthresh=0.02)  # down to nothing, which a logarithm does not reach
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(fontsize=7)
     _save(figure, path)
 
