@@ -102,6 +102,7 @@ def _paper(rest: str) -> Source:
         "analysis": Source("paper/analysis.csv", analysed),
         "cost": Source("paper/cost.csv", paper.cost_table, "cost.svg", "The search over time"),
         "scaling": Source("paper/scaling.csv", paper.scaling_table),
+        "links": Source("paper/links.csv", paper.links_table),
         "runs": Source("paper/runs.csv", paper.runs_table),
     }
     return sources[rest]
