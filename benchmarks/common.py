@@ -70,6 +70,8 @@ def merge_csv(path: Path, rows: Sequence[Row], *keys: str) -> list[Row]:
     """Writes the rows into the file, instead of those there that have the same keys as one of them,
     and gives all that it holds then. So that every case is written when it is done, and the others
     stay."""
+    if not rows:
+        raise SystemExit(f"{path}: nothing to write, as nothing ran")
     kept = read_csv(path)
     _check_columns(path, kept, rows[0])
     done = {tuple(str(row[key]) for key in keys) for row in rows}

@@ -50,7 +50,8 @@ EXPLAINED = """\
 Models at small scale on `cpu2`; all answers measured in turns after the searches. A time is the
 mean of the rounds, ± half its 95% confidence interval over the rounds; the last columns are the
 same of the ratio within each round. The runs until within 2% are those of the search, in order, by
-the times that it saw itself."""
+the times that it saw itself. The classical methods place under estimated costs, as for somebody who
+has measured nothing."""
 
 
 def main() -> None:
@@ -97,22 +98,27 @@ def compare(
     """
     config = config or RefineConfig()
     answers: dict[str, Answer] = {}
-    answers["simulate+measure"] = _searched(
+    searched = _searched(
         problem,
         lambda folder: refine(
             problem, runner, registry.parse("auto"), ours, directory=folder, config=config
         ),
     )
+    if searched is None:
+        raise SystemExit("no placement ran: see what `placewright measure` says of one")
+    answers["simulate+measure"] = searched
     evaluator = MeasuredEvaluator(problem, runner)
     if learner is not None:
         final = FinalConfig(finalists=config.finalists, final_rounds=config.final_rounds)
-        answers["reinforce, measured"] = _searched(
+        learned = _searched(
             problem,
             lambda folder: search_measured(
                 problem, evaluator, ["reinforce"], learner, directory=folder, config=final
             ),
             "reinforce",
         )
+        if learned is not None:
+            answers["reinforce, measured"] = learned
     for name in registry.installed(classical)[0]:
         (placer,) = registry.make([name], problem)
         asked = placer.ask(problem.num_devices)
@@ -146,15 +152,20 @@ def compare(
     return rows
 
 
-def _searched(problem: Problem, find: Callable[[str], Result], method: str | None = None) -> Answer:
-    """What a search found; with `method`, the best that this one found."""
+def _searched(
+    problem: Problem, find: Callable[[str], Result], method: str | None = None
+) -> Answer | None:
+    """What a search found; with `method`, the best that this one found, if anything."""
     with tempfile.TemporaryDirectory() as folder:
         result = find(folder)
         trials = read_trials(Path(folder) / "journal.jsonl", problem)
     tried = [(trial.placement, trial.measurement.mean_seconds) for trial in trials]
     # The best of the references is not what a learner found.
-    own = {entry.method: entry.best for entry in result.methods}.get(method or "")
-    answer = own.placement if own is not None and own.measurement.ok else result.placement
+    found = {entry.method: entry.best for entry in result.methods}
+    best = result.best if method is None else found.get(method)
+    if best is None or not best.measurement.ok:
+        return None
+    answer = best.placement
     return answer, result.trials, runs_needed(answer, tried)
 
 

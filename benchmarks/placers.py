@@ -143,9 +143,12 @@ def seconds_text(rows: Sequence[Row]) -> str:
     times = [float(row["step_seconds"]) for row in rows if row["step_seconds"] != ""]
     if not times:
         return str(rows[0]["outcome"]) if rows else ""
-    if len(times) == 1:
-        return f"{times[0]:.3f}"
-    return f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})"
+    text = f"{times[0]:.3f}"
+    if len(times) > 1:
+        text = f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})"
+    if len(times) < len(rows):
+        text += f", {len(rows) - len(times)} of {len(rows)} seeds failed"
+    return text
 
 
 def model_table(rows: Sequence[Row]) -> str:

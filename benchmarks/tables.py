@@ -93,6 +93,7 @@ def _paper(rest: str) -> Source:
 
     sources = {
         "simulated": Source("paper/simulated.csv", paper.simulated_table),
+        "details": Source("paper/simulated.csv", paper.details_table),
         "agreement": Source("paper/simulated.csv", paper.agreement),
         "measured": Source("paper/measured.csv", explained),
         "fidelity": Source("paper/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER),

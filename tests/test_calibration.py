@@ -49,8 +49,15 @@ def judged(problem: Problem, placements: list[Placement], seconds: Sequence[floa
     return fidelity(problem, steps, steps)[1]
 
 
-def test_a_correction_is_found_again(problem: Problem) -> None:
-    truth = Correction(ops=1.7, latency=0.8, bandwidth=0.5, overhead=0.5, overhead_bytes=0.7)
+@pytest.mark.parametrize(
+    "truth",
+    [
+        Correction(ops=1.7, latency=0.8, bandwidth=0.5, overhead=0.5, overhead_bytes=0.7),
+        Correction(ops=1.7, latency=2.0, bandwidth=0.5, gap=0.2, overhead=0.5),
+    ],
+    ids=["overhead", "gap"],
+)
+def test_a_correction_is_found_again(problem: Problem, truth: Correction) -> None:
     placements = varied_placements(problem, 16)
     rows = np.stack([placement.devices for placement in placements])
     seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
@@ -142,6 +149,18 @@ def test_a_calibration_is_a_costs_file(problem: Problem, tmp_path: Path) -> None
     assert calibrated_cluster(path, other) == other
     with pytest.raises(CostsError, match="no such costs file"):
         calibrated_cluster(tmp_path / "none.json", other)
+    # What a run left behind is of that run's problem and no other.
+    assert Calibration.load(path, problem).cluster == cluster
+    with pytest.raises(CostsError, match="costs of cluster 'cpu2', not of 'k80x2'"):
+        Calibration.load(path, make_problem(problem.graph, other, target_groups=40))
+    with pytest.raises(CostsError, match="costs of another graph"):
+        Calibration.load(path, make_problem(layered_graph(20, 4), problem.cluster))
+    path.write_text("{}")
+    with pytest.raises(CostsError, match="no costs that a calibration wrote"):
+        Calibration.load(path, problem)
+    path.write_text('{"format": "pla')
+    with pytest.raises(CostsError, match=r"costs\.json"):
+        Calibration.load(path, problem)
 
 
 def test_corrected_keeps_what_it_learnt(problem: Problem) -> None:

@@ -64,6 +64,16 @@ def test_a_half_duplex_wire_is_one_channel(tmp_path: Path) -> None:
     assert cluster.routes.channels.tolist() == [0, 0]
 
 
+def test_the_gap_of_a_link(tmp_path: Path) -> None:
+    plain = load(TWO + f"links: [{LINK}]", tmp_path)
+    assert plain.routes.gap_seconds[0, 1] == plain.routes.latency_seconds[0, 1] > 0
+    cluster = load(TWO + f"links: [{LINK.replace('pairs', 'gap: 0.25us, pairs')}]", tmp_path)
+    assert cluster.routes.gap_seconds[0, 1] == pytest.approx(0.25e-6)
+    assert cluster.routes.latency_seconds[0, 1] == plain.routes.latency_seconds[0, 1]
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster != plain
+
+
 def test_the_overhead_of_a_link(tmp_path: Path) -> None:
     link = LINK.replace("pairs", "overhead: 80us, overhead_bandwidth: 2 GB/s, pairs")
     cluster = load(TWO + f"links: [{link}]", tmp_path)
@@ -105,6 +115,10 @@ def test_local_describes_this_machine_the_same_way_twice() -> None:
         (TWO + f"links: [{LINK.replace('1 GB/s', '0')}]", "bandwidth of link 'l' must be positive"),
         (TWO + f"links: [{LINK.replace('1us', '-1us')}]", "latency of link 'l' must not be neg"),
         (TWO + f"links: [{LINK.replace('1us', '.nan')}]", "latency of link 'l' must not be neg"),
+        (
+            TWO + f"links: [{LINK.replace('pairs', 'gap: 1s, pairs')}]",
+            "gap of link 'l' must be between 0 and its latency",
+        ),
         (
             TWO + f"links: [{LINK.replace('pairs', 'overhead: -1us, pairs')}]",
             "overhead of link 'l' must not be negative",

@@ -318,6 +318,29 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
     assert again.calibration.problem(problem) == kept
 
 
+class Traced(Devices):
+    """Says what each op took, too."""
+
+    def measure(self, devices: Sequence[int], **how: Any) -> Run:
+        run = super().measure(devices, **how)
+        names = self.problem.graph.op_names
+        ops = dict.fromkeys(names, 1e-3)
+        return dataclasses.replace(
+            run, trace={"ops": ops, "devices": dict(zip(names, devices, strict=True))}
+        )
+
+
+def test_a_calibration_that_was_stopped_is_begun_anew(problem: Problem, tmp_path: Path) -> None:
+    first = Traced(problem)
+    refined(first, ["expert"], Budget(trials=20), directory=tmp_path, stop=lambda: bool(first.runs))
+    assert first.traced == 1
+    assert not (tmp_path / "costs.json").exists()
+    second = Traced(problem)
+    refined(second, ["expert"], Budget(trials=20), directory=tmp_path)
+    assert second.traced == 2
+    assert (tmp_path / "costs.json").exists()
+
+
 def test_nothing_is_called_a_calibration_that_is_none(problem: Problem, tmp_path: Path) -> None:
     def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
         return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+import numpy as np
+
 from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.cluster import Cluster
@@ -107,7 +109,14 @@ class Result:
     @property
     def table(self) -> list[dict[str, Any]]:
         """One row for each method, as in `summary.json` and `placewright compare --json`."""
-        return [row(result) for result in self.methods]
+        return [row(result) | {"main_device": self._main_device(result)} for result in self.methods]
+
+    def _main_device(self, result: MethodResult) -> str | None:
+        """The device with most groups of a method's best placement: for `single`, the one it is."""
+        if result.best is None:
+            return None
+        used = np.bincount(result.best.placement.devices)
+        return self.problem.cluster.device_names[int(used.argmax())]
 
     def __repr__(self) -> str:
         step = f"{self.step_seconds:.6g} s" if self.best else "nothing ran"

@@ -69,7 +69,18 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path, problem: Problem) -> Calibration:
-        """What `save` wrote, for a problem of that graph and cluster."""
+        """What `save` wrote, for a problem of that graph and cluster, and no other."""
+        document = read_json(path, CostsError, what="costs")
+        if not isinstance(document, dict) or "cluster" not in document:
+            raise CostsError(f"{path}: no costs that a calibration wrote; move it away")
+        if document.get("graph") != problem.graph.fingerprint:
+            raise CostsError(f"{path}: costs of another graph; move it away")
+        found = cluster_format.from_document(document["cluster"], where=str(path))
+        own = problem.cluster
+        if (found.name, found.device_names) != (own.name, own.device_names):
+            raise CostsError(
+                f"{path}: costs of cluster {found.name!r}, not of {own.name!r}; move it away"
+            )
         return Calibration(
             table=Costs.load(path, problem.graph),
             cluster=calibrated_cluster(path, problem.cluster),
@@ -291,8 +302,10 @@ def fit(
         drift = sum(abs(math.log(getattr(correction, name))) for name in _FACTORS)
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
-    # From no overhead the way to the right one can lead over a hill, so there are several starts.
-    starts = [Correction(gap=g, overhead=o, overhead_bytes=b) for g, o, b in _STARTS]
+    # From no overhead the way to the right one can lead over a hill, so there are several starts;
+    # the first leaves everything as it is.
+    starts = [_unchanged(problem.cluster)]
+    starts += [Correction(gap=g, overhead=o, overhead_bytes=b) for g, o, b in _STARTS]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
     for factor in _STEPS:
         improved = True
@@ -303,6 +316,20 @@ def fit(
                 if found < least - 1e-6:
                     best, least, improved = candidate, found, True
     return best, least
+
+
+def _unchanged(cluster: Cluster) -> Correction:
+    """The correction under which links are what they are, as far as the first one tells."""
+    if not cluster.links:
+        return Correction()
+    link = cluster.links[0]
+    latency = max(link.latency_seconds, 1e-9)
+    gap = latency if link.gap_seconds is None else link.gap_seconds
+    return Correction(
+        gap=min(max(gap / latency, _RANGES["gap"][0]), 1.0),
+        overhead=link.overhead_seconds / latency,
+        overhead_bytes=link.bandwidth / link.overhead_bandwidth,
+    )
 
 
 def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:

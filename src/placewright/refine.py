@@ -7,6 +7,7 @@ with what it is compared with, so that whatever else the machine did hit all ali
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -203,14 +204,19 @@ class _Refinement:
 
     def _calibrate(self) -> Calibration:
         """Single devices are traced: that is where the costs of ops come from."""
+        self.real.evaluator.runner.start()  # its time is none of the first run's
         traced = {}
+        whole = True
         for device in range(self.real.problem.num_devices):
             single = everything_on(self.real.problem, device)
             run = self.real.measure(single, "single", traces=self.config.traces)
+            whole = whole and run is not None
             if run is not None and run.trace is not None:
                 traced[device] = run
         table = op_table(self.real.problem, traced)
-        return self._kept(Calibration(table=table, cluster=self._with_timed_links()))
+        found = Calibration(table=table, cluster=self._with_timed_links())
+        # What was stopped in the middle is not kept: who goes on with the run begins this anew.
+        return self._kept(found) if whole else found
 
     def _with_timed_links(self) -> Cluster:
         cluster, runner = self.real.problem.cluster, self.real.evaluator.runner
@@ -219,9 +225,10 @@ class _Refinement:
         try:
             runner.close()  # two sets of processes would share the cores
             cluster = measure_links(cluster, runner.config)
-            runner.start()  # now: no run is to blame for the time it takes
         except WorkerError as fault:
             logger.warning("links are taken to be as the cluster says: %s", fault)
+        with contextlib.suppress(WorkerError):  # the next run tries again, and says what is wrong
+            runner.start()  # now: no run is to blame for the time it takes
         return cluster
 
     def _time_for_links(self) -> bool:

@@ -353,12 +353,15 @@ def test_policy_and_optimizer_go_on_under_other_costs() -> None:
     learner = _learner(problem, SMALL)
     _answer(learner, [1.0, 2.0] * 4)
     _answer(learner, [1.0, 2.0] * 4)
-    weights, momentum = _weights(learner), learner.updater.state()
+    weights = _weights(learner)
+    momentum = {name: value.clone() for name, value in learner.updater.state().items()}
     steps, updates = learner.updater.steps, learner.updates
     other = _under_other_costs(problem)
     assert learner.continue_under(other)
     assert torch.equal(_weights(learner), weights)
-    assert learner.updater.state().keys() == momentum.keys()
+    state = learner.updater.state()
+    assert state.keys() == momentum.keys()
+    assert all(torch.equal(state[name], momentum[name]) for name in momentum)
     assert (learner.updater.steps, learner.updates) == (steps, updates) == (4, 2)
     # And from there: every proposal is one of the problem as it is now.
     search([learner], SimulatedEvaluator(other), Budget(trials=30))

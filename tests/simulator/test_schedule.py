@@ -95,6 +95,26 @@ def test_transfers_hold_up_devices_that_are_busy() -> None:
     assert spans(alone) == {"a": (0, 1), "b": (3, 4)}
 
 
+def test_latency_passes_side_by_side_where_the_gap_is_shorter() -> None:
+    ops = [op("a", 1, 2), op("b", 0, 2), op("c", 1), op("d", 1)]
+    edges = [("a", "c"), ("a", "b"), ("b", "d")]
+    devices = {"a": 0, "b": 0, "c": 1, "d": 1}
+    cluster = uniform_cluster(2, latency_seconds=4.0)
+    # Both are asked for at 1. With the link occupied for all its latency: 1-7, then 7-13.
+    whole = timeline(ops, edges, cluster, devices)
+    assert sent(whole) == [(0, 1, 1, 7), (0, 1, 7, 13)]
+    wire = replace(cluster.links[0], gap_seconds=0.5)
+    result = timeline(ops, edges, replace(cluster, links=(wire,)), devices)
+    # The second starts after the gap and two bytes, at 3.5, while the first is on its way until 7.
+    assert sent(result) == [(0, 1, 1, 7), (0, 1, 3.5, 9.5)]
+    assert result.transfers.free.tolist() == [3.5, 6]
+    assert spans(result)["c"] == (7, 8)
+    assert spans(result)["d"] == (9.5, 10.5)
+    # On the way to d stands the first transfer, for as long as it was in the way.
+    path = [(entry.transfer, entry.start, entry.end) for entry in result.critical_path]
+    assert path == [(None, 0, 1), (0, 1, 3.5), (1, 3.5, 9.5), (None, 9.5, 10.5)]
+
+
 def test_diamond_on_two_devices() -> None:
     ops = [op("a", 1, 2), op("left", 3, 1), op("right", 3, 1), op("join", 1)]
     edges = [("a", "left"), ("a", "right"), ("left", "join"), ("right", "join")]

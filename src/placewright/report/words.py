@@ -75,9 +75,9 @@ def single_device(run: Run) -> str:
     """The device that does best alone (with what it cannot run on another)."""
     names = run.problem.cluster.device_names
     row = next((row for row in run.summary["methods"] if row["method"] == "single"), None)
-    if run.measured and row is not None and row["peak_bytes"]:
+    if run.measured and row is not None and row.get("main_device"):
         # The one of the final; the fastest single run of the journal may have been a lucky one.
-        return names[int(np.argmax(row["peak_bytes"]))]
+        return str(row["main_device"])
     found = run.progression.improvements.get("single") if run.progression is not None else None
     if not found:
         return "alone"
@@ -157,6 +157,8 @@ def basis(run: Run) -> str:
             f": they predict {seconds_text(predicted)} for this placement, measured "
             f"{seconds_text(measured)} ({predicted / measured - 1:+.0%})"
         )
+        if run.calibrated:
+            text += ", which is among the runs they were fitted to"
     return text + "."
 
 
@@ -247,7 +249,7 @@ def _sent(timeline: Timeline) -> list[str]:
     lines = [
         f"{plural(len(sent), 'transfer')} of {bytes_text(int(sent.bytes.sum()))} take "
         f"{seconds_text(total)} in sum; the step waits for {seconds_text(on_path)} of that, the "
-        "rest is hidden behind computing."
+        "rest passes side by side with computing or with each other."
     ]
     top = analysis.flows(timeline)[:3]
     parts = [
