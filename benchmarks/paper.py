@@ -159,7 +159,7 @@ class Settings:
     scaling_ops: tuple[int, ...] = (1000, 3000, 10_000, 30_000, 100_000)
     """With the middle number of groups."""
 
-    link_factors: tuple[float, ...] = (1, 3, 10, 30)
+    link_factors: tuple[float, ...] = (1, 10, 30, 100)
     """How many times slower links are made, in bandwidth and latency."""
     link_seconds: float = 5.0
     """Of each search with such links."""

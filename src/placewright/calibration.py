@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,12 +35,22 @@ _HOPS = 16
 """How often each of these goes over the link, there and back, in one step."""
 
 
+class Pace(NamedTuple):
+    """How fast a machine usually is, told by how long it takes for one placement."""
+
+    devices: tuple[int, ...]
+    """Of the groups."""
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was found out: a table of op times, and the cluster with its links as measured."""
 
     table: Costs
     cluster: Cluster
+    pace: Pace | None = None
+    """How fast the machine was, where that was measured just now."""
 
     def problem(self, problem: Problem) -> Problem:
         """The same problem under these costs."""
@@ -379,10 +389,11 @@ def calibrate(
         everything_on(problem, device): list(run.measurement.step_seconds)
         for device, run in traced.items()
     }
-    for placement, timed in in_turns(problem, runner, placements).items():
-        truth.setdefault(placement, []).extend(timed.factor * step for step in timed.steps)
+    timed, pace = in_turns(problem, runner, placements)
+    for placement, times in timed.items():
+        truth.setdefault(placement, []).extend(times.factor * step for step in times.steps)
     seconds = [float(np.median(steps)) for steps in truth.values()]
-    return corrected(problem, found, list(truth), seconds)
+    return dataclasses.replace(corrected(problem, found, list(truth), seconds), pace=pace)
 
 
 _TURN = 3
@@ -408,21 +419,28 @@ class Timed:
 
 
 def in_turns(
-    problem: Problem, runner: TensorFlowRunner, placements: Sequence[Placement]
-) -> dict[Placement, Timed]:
-    """Times the placements, those that run.
+    problem: Problem,
+    runner: TensorFlowRunner,
+    placements: Sequence[Placement],
+    pace: Pace | None = None,
+) -> tuple[dict[Placement, Timed], Pace | None]:
+    """Times the placements, those that run; says also how fast the machine was.
 
     A machine drifts by 20% and more, by its temperature and by what else it does. So a reference is
-    run in between, and the times are scaled by how fast that was just then. It uses all devices:
-    those that use one notice less.
+    run in between, and the times are scaled by how fast that was just then: against how fast it was
+    most of the time, or, with `pace`, at another time. It uses all devices: those that use one
+    notice less.
     """
     if not placements:
-        return {}
+        return {}, pace
     group_of = problem.grouping.group_of
-    reference = max(placements, key=lambda p: len(np.unique(p.devices)))
+    if pace is not None:
+        reference = np.array(pace.devices, dtype=np.int32)
+    else:
+        reference = max(placements, key=lambda p: len(np.unique(p.devices))).devices
 
     def speed() -> float:
-        measurement = runner.measure(reference.devices[group_of]).measurement
+        measurement = runner.measure(reference[group_of]).measurement
         return float(np.median(measurement.step_seconds)) if measurement.ok else math.nan
 
     speeds = [speed()]
@@ -435,14 +453,16 @@ def in_turns(
                 turn[placement] = list(measurement.step_seconds)
         turns.append(turn)
         speeds.append(speed())
-    usual = float(np.nanmedian(speeds)) if not np.isnan(speeds).all() else 1.0
+    usual = float(np.nanmedian(speeds)) if not np.isnan(speeds).all() else math.nan
+    if pace is None and not math.isnan(usual):
+        pace = Pace(tuple(reference.tolist()), usual)
     result: dict[Placement, Timed] = {}
     for number, turn in enumerate(turns):
         around = [s for s in speeds[number : number + 2] if not math.isnan(s)]
-        factor = usual / float(np.mean(around)) if around else 1.0
+        factor = pace.seconds / float(np.mean(around)) if around and pace else 1.0
         for placement, steps in turn.items():
             result[placement] = Timed(steps=steps, factor=factor)
-    return result
+    return result, pace
 
 
 def corrected(
@@ -464,8 +484,10 @@ def corrected(
 def varied_placements(
     problem: Problem, count: int, seed: int = 0, *, without: Iterable[Placement] = ()
 ) -> list[Placement]:
-    """Different kinds of placements, by turns: random, cut once in graph order, cut several times,
-    and cut with a few groups moved. None of those in `without`, under whatever costs these are."""
+    """Different kinds of placements, by turns: random with more groups on some devices than on
+    others, cut once in graph order, cut several times, and cut with few or many groups moved: from
+    hardly any transfers to nothing but. None of those in `without`, under whatever costs these
+    are."""
     known = {placement.devices.tobytes() for placement in without}
     rng = np.random.default_rng(seed)
     groups, devices = problem.num_groups, problem.num_devices
@@ -477,14 +499,14 @@ def varied_placements(
         if len(found) == count:
             break
         cuts = (0, devices - 1, devices + int(rng.integers(1, 5)), devices - 1)[number % 4]
-        chosen = rng.integers(0, devices, groups)
+        chosen = rng.choice(devices, groups, p=rng.dirichlet(np.ones(devices)))
         if number % 4:
             part = np.searchsorted(
                 np.sort(rng.integers(1, groups + 1, cuts)), np.arange(groups) + 1
             )
             chosen[order] = rng.permutation(devices)[part % devices]
         if number % 4 == 3:
-            moved = rng.integers(0, groups, max(1, groups // 10))
+            moved = rng.integers(0, groups, math.ceil(groups * 0.02 * 25 ** rng.random()))
             chosen[moved] = rng.integers(0, devices, len(moved))
         allowed = problem.allowed[np.arange(groups), chosen]
         chosen = np.where(allowed, chosen, problem.allowed.argmax(axis=1))
@@ -570,12 +592,16 @@ def fidelity(
 
 
 def check(
-    problem: Problem, runner: TensorFlowRunner, placements: Sequence[Placement]
+    problem: Problem,
+    runner: TensorFlowRunner,
+    placements: Sequence[Placement],
+    pace: Pace | None = None,
 ) -> tuple[list[Placement], Fidelity]:
     """Measures the placements, all of them twice, the second time backwards: what is close together
-    in one pass has little in common with it in the other."""
-    first = in_turns(problem, runner, placements)
-    return fidelity(problem, first, in_turns(problem, runner, list(first)[::-1]))
+    in one pass has little in common with it in the other. With the `pace` of a calibration, times
+    are as if the machine were as fast as it was then."""
+    first, pace = in_turns(problem, runner, placements, pace)
+    return fidelity(problem, first, in_turns(problem, runner, list(first)[::-1], pace)[0])
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

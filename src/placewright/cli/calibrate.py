@@ -97,12 +97,13 @@ def calibrate(
         common.status("calibrating ...") as say,
     ):
         fitted_to = calibration.varied_placements(problem, placements, seed)
+        pace = None
         if output is not None:
             found = calibration.calibrate(
                 problem, runner, fitted_to, say=lambda text: say(f"{text} ...")
             )
             found.save(output, program.graph)
-            problem = found.problem(problem)
+            problem, pace = found.problem(problem), found.pace
         facts["links"] = [
             {
                 "name": link.name,
@@ -123,7 +124,7 @@ def calibrate(
             fresh = calibration.varied_placements(
                 problem, check, seed + 1_000_003, without=[*fitted_to, *singles]
             )
-            ran, result = calibration.check(problem, runner, fresh)
+            ran, result = calibration.check(problem, runner, fresh, pace)
             facts["check"] = {
                 "placements": len(ran),
                 "mean_absolute_error": result.error,
