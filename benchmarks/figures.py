@@ -62,20 +62,27 @@ def _measured(row: Row) -> float:
 
 def training(rows: Sequence[Row], path: Path) -> None:
     """The loss against time: a line for each placement, of its first run."""
-    figure = _figure(6.0, 3.6)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = _figure(4.2 * len(models), 3.6)
     if figure is None:
         return
-    axes = figure.add_subplot()
-    for colour, name in zip(COLOURS, dict.fromkeys(row["placement"] for row in rows), strict=False):
-        mine = [row for row in rows if row["placement"] == name and int(row["run"]) == 0]
-        axes.plot(
-            [float(row["seconds"]) for row in mine],
-            [float(row["loss"]) for row in mine],
-            color=colour,
-            label=name,
-        )
-    axes.set(xlabel="seconds of training, without the first step", ylabel="loss")
-    axes.legend()
+    for number, model in enumerate(models, start=1):
+        axes = figure.add_subplot(1, len(models), number)
+        names = dict.fromkeys(row["placement"] for row in rows)
+        for colour, name in zip(COLOURS, names, strict=False):
+            mine = [
+                row
+                for row in rows
+                if (row["model"], row["placement"]) == (model, name) and int(row["run"]) == 0
+            ]
+            axes.plot(
+                [float(row["seconds"]) for row in mine],
+                [float(row["loss"]) for row in mine],
+                color=colour,
+                label=name,
+            )
+        axes.set(title=model, xlabel="seconds of training, without the first step", ylabel="loss")
+        axes.legend()
     _save(figure, path)
 
 

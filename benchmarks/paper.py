@@ -135,8 +135,10 @@ class Settings:
     """Real runs of simulate+measure at most. The rounds of its final take a third of them."""
     learner_runs: int = 40
     """Real runs of `reinforce` at most: an update or two. It needs thousands, that is hours."""
-    search_seconds: float = 45.0
-    """Most time of each of the two on each model."""
+    search_seconds: float = 75.0
+    """Most time of simulate+measure on each model."""
+    learner_seconds: float = 30.0
+    """Of `reinforce`."""
     rounds: int = 3
     """Of measuring all answers in turns: the least that gives a confidence interval worth it."""
 
@@ -527,7 +529,7 @@ def measured(settings: Settings) -> None:
                 problem,
                 runner,
                 Budget(trials=settings.runs, seconds=settings.search_seconds),
-                Budget(trials=settings.learner_runs, seconds=settings.search_seconds),
+                Budget(trials=settings.learner_runs, seconds=settings.learner_seconds),
                 settings.rounds,
                 classical=("single", "scotch", "mincut", "expert"),
                 # A short final: all answers are measured in turns again afterwards.
@@ -560,29 +562,40 @@ def fidelity(settings: Settings) -> None:
 
 
 def training(settings: Settings) -> None:
-    """The same training twice under each placement, in turns."""
-    model = "rnnlm"
-    answers = {
-        row["method"]: row
-        for row in _needed(settings, "measured")
-        if row["model"] == model and row["method"] in ("simulate+measure", "expert")
-    }
+    """Each model that was measured, trained twice under each placement, in turns."""
+    rows = []
+    for model in settings.measured_models:
+        answers = {
+            row["method"]: row
+            for row in _needed(settings, "measured")
+            if row["model"] == model and row["method"] in ("simulate+measure", "expert")
+        }
+        rows += trained(model, answers, settings.train_steps)
+        print(training_table(rows), flush=True)
+    write_csv(settings.folder / "training.csv", rows)
+    figures.training(rows, settings.folder / "training.svg")
+
+
+def trained(model: str, answers: Mapping[str, Row], steps: int) -> list[dict[str, Any]]:
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load("cpu2"))
     config = RunConfig(time_limit_seconds=600.0)
+    # One batch over and over: that is enough to see the loss fall.
+    feeds = text(program) if model == "rnnlm" else None
     rows = []
     runs: Counter[str] = Counter()
-    with TensorFlowRunner(program, problem.cluster, config, feeds=text(program)) as runner:
+    with TensorFlowRunner(program, problem.cluster, config, feeds=feeds) as runner:
         names = list(answers)
         for name in (*names, *names[::-1]):
             devices = placement_of(problem, answers[name]).devices[problem.grouping.group_of]
-            run = runner.measure(devices, train_steps=settings.train_steps)
+            run = runner.measure(devices, train_steps=steps)
             if run.returned is None:
-                raise SystemExit(f"training with {name}: {run.measurement.reason}")
+                raise SystemExit(f"training {model} with {name}: {run.measurement.reason}")
             (losses,) = run.returned.values()
             at = np.cumsum([0.0, *run.measurement.step_seconds])
             rows += [
                 {
+                    "model": model,
                     "placement": name,
                     "run": runs[name],
                     "step": step,
@@ -592,9 +605,7 @@ def training(settings: Settings) -> None:
                 for step, (loss, second) in enumerate(zip(losses, at.tolist(), strict=True))
             ]
             runs[name] += 1
-    write_csv(settings.folder / "training.csv", rows)
-    print(training_table(rows), flush=True)
-    figures.training(rows, settings.folder / "training.svg")
+    return rows
 
 
 def text(program: Any) -> dict[str, Any]:
@@ -607,32 +618,36 @@ def text(program: Any) -> dict[str, Any]:
 
 
 def training_table(rows: Sequence[Row]) -> str:
-    runs: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        runs.setdefault((row["placement"], str(row["run"])), []).append(row)
-    losses = np.array([[float(row["loss"]) for row in run] for run in runs.values()])
-    spread = float(np.max((losses.max(axis=0) - losses.min(axis=0)) / np.abs(losses.mean(axis=0))))
-    lines = []
-    for name in dict.fromkeys(name for name, _ in runs):
-        mine = [run for (other, _), run in runs.items() if other == name]
-        seconds = [float(run[-1]["seconds"]) for run in mine]
-        lines.append(
-            [
-                name,
-                len(mine[0]),
-                " and ".join(f"{total:.2f}" for total in seconds),
-                f"{1000 * statistics.fmean(seconds) / (len(mine[0]) - 1):.1f}",
-                f"{float(mine[0][0]['loss']):.4f}",
-                f"{float(mine[0][-1]['loss']):.4f}",
-            ]
+    lines: list[list[object]] = []
+    remarks = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        runs: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            if row["model"] == model:
+                runs.setdefault((row["placement"], str(row["run"])), []).append(row)
+        losses = np.array([[float(row["loss"]) for row in run] for run in runs.values()])
+        difference = losses.max(axis=0) - losses.min(axis=0)
+        spread = float(np.max(difference / np.abs(losses.mean(axis=0))))
+        for name in dict.fromkeys(name for name, _ in runs):
+            mine = [run for (other, _), run in runs.items() if other == name]
+            seconds = [float(run[-1]["seconds"]) for run in mine]
+            lines.append(
+                [
+                    f"{model}, {name}",
+                    len(mine[0]),
+                    " and ".join(f"{total:.2f}" for total in seconds),
+                    f"{1000 * statistics.fmean(seconds) / (len(mine[0]) - 1):.1f}",
+                    f"{float(mine[0][0]['loss']):.4f}",
+                    f"{float(mine[0][-1]['loss']):.4f}",
+                ]
+            )
+        remarks.append(
+            f"The losses of all runs of {model} are equal at every step, to the last bit."
+            if spread == 0
+            else f"The losses of two runs of {model} differ by {spread:.1g} of the loss at most."
         )
-    equal = (
-        "The losses of all runs are equal at every step, to the last bit."
-        if spread == 0
-        else f"At no step do the losses of two runs differ by more than {spread:.1g} of the loss."
-    )
     heading = ["placement", "steps", "seconds of each run", "ms a step", "first loss", "last loss"]
-    return markdown(heading, lines) + f"\n\n{equal}"
+    return "\n\n".join([markdown(heading, lines), " ".join(remarks)])
 
 
 def _needed(settings: Settings, part: str) -> list[dict[str, str]]:
@@ -727,7 +742,8 @@ def analysis_text(rows: Sequence[Row]) -> str:
 
 
 def cost(settings: Settings) -> None:
-    rows = cost_rows(_needed(settings, "simulated"), _needed(settings, "curves"))
+    longer = read_csv(settings.results / "placers" / "placers.csv")
+    rows = cost_rows(_needed(settings, "simulated"), _needed(settings, "curves"), longer)
     write_csv(settings.folder / "cost.csv", rows)
     print(cost_table(rows), flush=True)
     best = {(row["model"], row["cluster"]): row["best_known_seconds"] for row in rows}
@@ -747,11 +763,12 @@ def cost(settings: Settings) -> None:
     write_csv(settings.folder / "scaling.csv", scaling)
 
 
-def cost_rows(rows: Sequence[Row], curves: Sequence[Row]) -> list[dict[str, Any]]:
+def cost_rows(
+    rows: Sequence[Row], curves: Sequence[Row], longer: Sequence[Row] = ()
+) -> list[dict[str, Any]]:
     """When each search was within 2% of the best of all of them, and of the longer ones of
     `benchmarks.placers`."""
     made = []
-    longer = read_csv(ALL_RESULTS / "placers" / "placers.csv")
     for (model, cluster), found in _cases(rows).items():
         every = [row for mine in found.values() for row in mine if row["step_seconds"] != ""]
         every += [

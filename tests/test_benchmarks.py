@@ -125,6 +125,8 @@ def settings(tmp_path: Path) -> paper.Settings:
         scaling_seconds=0.3,
         scaling_ops=(60,),
         scaling_groups=(6, 12),
+        link_factors=(1, 1000),
+        link_seconds=1.0,
         results=tmp_path,
     )
 
@@ -138,7 +140,7 @@ def test_the_parts_that_are_simulated(
     for part in ("analysis", "cost"):
         with pytest.raises(SystemExit, match=r"no simulated\.csv"):
             paper.run_part(part, settings)
-    for part in ("simulated", "analysis", "cost"):
+    for part in ("simulated", "analysis", "cost", "links"):
         paper.run_part(part, settings)
     rows = read_csv(settings.folder / "simulated.csv")
     assert [row["method"] for row in rows] == list(paper.COLUMNS)
@@ -163,7 +165,12 @@ def test_the_parts_that_are_simulated(
     assert len(sizes) == 2
     assert {row["ops"] for row in sizes} == {"60"}
     ran = read_csv(settings.folder / "runs.csv")
-    assert [row["part"] for row in ran] == ["simulated", "analysis", "cost"]
+    assert [row["part"] for row in ran] == ["simulated", "analysis", "cost", "links"]
+    # With links slow enough nothing is better than to send nothing.
+    links = read_csv(settings.folder / "links.csv")
+    alone, best = (float(links[-1][f"{name}_seconds"]) for name in ("one_gpu", "best"))
+    assert alone == best < float(links[-1]["expert_seconds"])
+    assert "from links 1000 times as slow on" in paper.links_table(links)
     paper.report(settings)
     path = settings.folder / "README.md"
     page = path.read_text(encoding="utf-8")
@@ -187,6 +194,7 @@ def row_of(case: tuple[str, str], method: str, seconds: float | str) -> dict[str
         "search_seconds": "1.0",
         "lower_bound_seconds": "0.5",
         "policy_largest_share": "1.000" if method == "reinforce" else "",
+        "policy_seconds": str(seconds) if ok and method == "reinforce" else "",
         "placement": "".join(str(device) for device in range(gpus + 1)),
     }
 
@@ -222,7 +230,7 @@ def test_what_differs_is_said() -> None:
     assert "RNNLM on k80x2: in the paper one GPU is best. Here one GPU takes 1.570 s" in differs[0]
     assert "here: out of memory on k80x2, ok on k80x4" in differs[1]
     assert "here in 5 of 6 (not in nmt k80x4)" in differs[2]
-    assert "not in nmt k80x4" in differs[3]
+    assert "not `ppo` in nmt k80x4, `auto` in nmt k80x4" in differs[3]
     assert "another column is better in nmt k80x4" in differs[4]
 
 
@@ -240,18 +248,19 @@ def test_a_search_that_is_not_near_the_best_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"), [(2.0, "to the last bit"), (2.002, "by more than 0.001 of the loss")]
+    ("other", "words"), [(2.0, "to the last bit"), (2.002, "by 0.001 of the loss at most")]
 )
 def test_how_equal_losses_are_is_said(other: float, words: str) -> None:
     rows = [
-        {"placement": name, "run": run, "step": step, "loss": loss, "seconds": step * each}
+        {"model": "a", "placement": name, "run": run, "step": step, "loss": loss,
+         "seconds": step * each}
         for name, each, losses in (("ours", 0.1, (4.0, 2.0)), ("expert", 0.2, (4.0, other)))
         for run in (0, 1)
         for step, loss in enumerate(losses)
-    ]
+    ]  # fmt: skip
     table = paper.training_table(rows)
     assert words in table
-    assert "| ours | 2 | 0.10 and 0.10 | 100.0 | 4.0000 | 2.0000 |" in table
+    assert "| a, ours | 2 | 0.10 and 0.10 | 100.0 | 4.0000 | 2.0000 |" in table
 
 
 def test_parts_are_run_in_their_order() -> None:
@@ -273,10 +282,11 @@ def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     seconds = {"predicted_seconds": "1.0", "first_seconds": "1.1", "second_seconds": ""}
     predictions = [{"model": "a", "kind": kind, **seconds} for kind in ("groups", "heft")]
     losses = [
-        {"placement": name, "run": 0, "step": step, "loss": 1.0 / (1 + step), "seconds": step}
+        {"model": "a", "placement": name, "run": 0, "step": step, "loss": 1.0 / (1 + step),
+         "seconds": step}
         for name in ("ours", "expert")
         for step in range(3)
-    ]
+    ]  # fmt: skip
     curves = [
         {"model": "a", "cluster": "c", "seed": "0", "seconds": s, "above_best_known": 1 / (1 + s)}
         for s in range(3)
