@@ -41,6 +41,8 @@ GROUPS, SETS = "groups", "co-location sets"
 """Kinds of random and contiguous placements: of what."""
 RESULTS = ALL_RESULTS / "fidelity"
 CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+CORRELATION, ERROR = 0.9, 0.15
+"""What is wanted."""
 FIT = 24
 """Placements that each calibration is fitted to, half of groups and half of co-location sets."""
 
@@ -167,7 +169,24 @@ def table(rows: Sequence[Row]) -> str:
                     f"| {part.spearman:.3f} | {part.fastest_half.spearman:.3f} "
                     f"| {f'{part.repeated:.3f}' if twice else ''} |"
                 )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", verdict(rows)])
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Which models reach what we want of all placements together."""
+    said = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        result = of_rows([row for row in rows if row["model"] == model])
+        missed = []
+        if result.spearman < CORRELATION:
+            missed.append(f"correlation {result.spearman:.2f}")
+        if result.error > ERROR:
+            missed.append(f"error {result.error:.0%}")
+        said.append(f"{model}: {'missed (' + ', '.join(missed) + ')' if missed else 'reached'}")
+    return (
+        f"Wanted of all placements of a model: a rank correlation of {CORRELATION} and an error of "
+        f"at most {ERROR:.0%}. {'; '.join(said)}."
+    )
 
 
 def write(rows: Sequence[Row], load: float) -> None:
