@@ -84,7 +84,7 @@ def check(
         assert len(kinds) >= count, f"{len(kinds)} placements, not {count}"
         # Mixed, so that the machine's moods do not hit one kind alone.
         mixed = list(kinds)
-        np.random.default_rng(0).shuffle(mixed)  # type: ignore[arg-type]
+        np.random.default_rng(0).shuffle(mixed)
         if passes == 2:
             ran, result = calibration.check(sets, runner, mixed, found.pace)
         else:

@@ -935,16 +935,26 @@ def links_table(rows: Sequence[Row]) -> str:
         "of its work on one device",
     ]
     verdicts = []
-    for cluster in dict.fromkeys(row["cluster"] for row in rows):
+    for model, cluster in dict.fromkeys((row["model"], row["cluster"]) for row in rows):
         alone = [
-            float(row["links_slower"])
+            row
             for row in rows
             if row["cluster"] == cluster
             and float(row["one_gpu_seconds"]) <= 1.01 * float(row["best_seconds"])
         ]
+        if not alone:
+            verdicts.append(
+                f"On {cluster} one GPU is within 1% of the best found at none of these."
+            )
+            continue
+        first = min(alone, key=lambda row: float(row["links_slower"]))
+        ratio = float(first["expert_seconds"]) / float(first["one_gpu_seconds"])
+        paper = PAPER[model, cluster]
         verdicts.append(
-            f"On {cluster} one GPU is within 1% of the best found "
-            + (f"from links {min(alone):g} times as slow on." if alone else "at none of these.")
+            f"On {cluster} one GPU is within 1% of the best found from links "
+            f"{float(first['links_slower']):g} times as slow on; there the expert's split takes "
+            f"{ratio:.1f} times as long as one GPU, in the paper "
+            f"{float(paper['expert']) / float(paper['one gpu']):.1f} times."
         )
     return f"{markdown(heading, lines)}\n\n{' '.join(verdicts)}"
 
