@@ -533,12 +533,15 @@ def test_what_others_keep_on_their_servers_stays(program: Program) -> None:
 def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
+        import signal
         import sys
         from placewright.cluster import Cluster
         from placewright.runners.config import RunConfig
         from placewright.runners.tensorflow import TensorFlowRunner
         from tests.runners.towers import towers
 
+        # A shell that starts the tests in the background has it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         program = towers()
         config = RunConfig(steps=10**6, max_steps=10**6, time_limit_seconds=600)
         runner = TensorFlowRunner(program, Cluster.load("cpu2"), config)
@@ -564,7 +567,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         time.sleep(1.0)  # until it measures
         assert not any(gone(pid) for pid in pids)
         parent.send_signal(number)
-        parent.wait(timeout=30)
+        parent.wait(timeout=60)
         assert wait_for(lambda: all(gone(pid) for pid in pids))
     finally:
         parent.kill()
