@@ -183,6 +183,15 @@ def verdict(rows: Sequence[Row]) -> str:
         if result.error > ERROR:
             missed.append(f"error {result.error:.0%}")
         said.append(f"{model}: {'missed (' + ', '.join(missed) + ')' if missed else 'reached'}")
+    best = [
+        f"{float(row['first_seconds']) / float(row['predicted_seconds']) - 1:+.0%} ({row['model']})"
+        for row in rows
+        if row["kind"] == "best"
+    ]
+    if best:
+        said[-1] += ". Measured against predicted, the best found in the simulator: " + ", ".join(
+            best
+        )
     return (
         f"Wanted of all placements of a model: a rank correlation of {CORRELATION} and an error of "
         f"at most {ERROR:.0%}. {'; '.join(said)}."

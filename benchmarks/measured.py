@@ -217,6 +217,25 @@ def answers_table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
 
 
+def same_answers(rows: Sequence[Row]) -> str:
+    """Where simulate+measure found nothing but what a classical method proposes."""
+    said = []
+    for row in rows:
+        if row["method"] == "simulate+measure":
+            others = [
+                other["method"]
+                for other in rows
+                if other is not row
+                and (other["model"], other["placement"]) == (row["model"], row["placement"])
+            ]
+            if others:
+                said.append(
+                    f"The answer of simulate+measure for {row['model']} is the placement of "
+                    f"`{others[0]}`: it found no faster one."
+                )
+    return " ".join(said)
+
+
 def _half_width(value: Any, digits: int) -> str:
     return f"{float(value):.{digits}f}" if value not in ("", None) else ""
 

@@ -86,7 +86,8 @@ def _paper(rest: str) -> Source:
     from benchmarks import fidelity, measured, paper
 
     def explained(rows: Sequence[Any]) -> str:
-        return f"{measured.answers_table(rows)}\n\n{measured.EXPLAINED}"
+        said = [measured.answers_table(rows), measured.same_answers(rows), measured.EXPLAINED]
+        return "\n\n".join(text for text in said if text)
 
     def analysed(rows: Sequence[Any]) -> str:
         return f"{paper.analysis_table(rows)}\n\n{paper.analysis_text(rows)}"

@@ -75,8 +75,8 @@ def single_device(run: Run) -> str:
     """The device that does best alone (with what it cannot run on another)."""
     names = run.problem.cluster.device_names
     row = next((row for row in run.summary["methods"] if row["method"] == "single"), None)
-    if run.measured and row is not None and row.get("main_device"):
-        # The one of the final; the fastest single run of the journal may have been a lucky one.
+    if row is not None and row.get("main_device"):
+        # Of a measured run the one of the final: the fastest of the journal may have been lucky.
         return str(row["main_device"])
     found = run.progression.improvements.get("single") if run.progression is not None else None
     if not found:
@@ -140,10 +140,14 @@ def _times(speed_up: float, phrase: str) -> str:
 
 
 def basis(run: Run) -> str:
-    """What is simulated of a run whose step times were measured, under which costs, and how far
-    off that is; nothing where all of it is simulated."""
-    if not run.measured or run.best is None or run.timeline is None:
+    """What is simulated, under which costs, and, where the step times were measured, how far off
+    that is."""
+    if run.best is None or run.timeline is None:
         return ""
+    if not run.measured:
+        known = bool((run.problem.costs.source >= Source.GRAPH).any())
+        costs = "costs that were given with the model" if known else "estimated costs"
+        return f"All times are simulated, under {costs}."
     if run.calibrated:
         costs = "costs calibrated to this machine by the run"
     elif (run.problem.costs.source >= Source.GRAPH).any():
