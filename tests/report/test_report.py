@@ -112,11 +112,14 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     summary = json.loads((run_directory / "summary.json").read_text())
     measured = {
         "measured": True, "step_seconds": 0.05, "lower_bound_seconds": 0.0,
+        "half_width_seconds": 0.002,
         "comparisons": [{"method": "expert", "ratio": 1.25, "half_width": 0.1}],
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps({**summary, **measured}))
     run = read_run(tmp_path)
-    assert "1.25 times as fast as the expert's placement" in answer(run)  # as measured in turns
+    # As measured in turns.
+    assert "1.25 times as fast as the expert's placement (± 0.10)" in answer(run)
+    assert "takes 50.0 ms (measured, 95% within ± 2.0 ms)" in answer(run)
     assert run.best is not None
     assert run.best.measurement.mean_seconds == 0.05  # not the journal's
     assert "50.0 ms" in answer(run)
@@ -201,7 +204,7 @@ def test_a_simulated_run_is_drawn_under_its_own_costs(
     _calibration(problem).save(tmp_path / "costs.json", problem.graph)  # somebody's
     run = read_run(tmp_path)
     assert not run.calibrated
-    assert basis(run) == ""
+    assert "All times are simulated, under costs that were given" in basis(run)
 
 
 def test_a_killed_measured_run_has_no_bound_and_its_costs(

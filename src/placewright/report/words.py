@@ -105,13 +105,22 @@ def answer(run: Run) -> str:
         return f"No placement of {where} ran; {plural(run.summary['trials'], 'placement')} tried."
     step = run.best.measurement.mean_seconds
     text = f"One step of {where} takes {seconds_text(step)}"
+    if run.measured:
+        half_width = run.summary.get("half_width_seconds")
+        within = f", 95% within ± {seconds_text(half_width)}" if half_width else ""
+        text += f" (measured{within})"
+    spread_of = {
+        other["method"]: other.get("half_width") for other in run.summary.get("comparisons", ())
+    }
     by_method = {row["method"]: row for row in comparisons(run)}
     parts = []
     alone = f"the best single device ({single_device(run)})"
     for method, phrase in (("single", alone), ("expert", "the expert's placement")):
         row = by_method.get(method)
         if row is not None and row["speed_up"]:
-            parts.append(_times(row["speed_up"], phrase))
+            spread = spread_of.get(method)
+            sure = f" (± {spread:.2f})" if spread is not None else ""
+            parts.append(_times(row["speed_up"], phrase) + sure)
         elif row is not None and method == "single":
             parts.append("no single device can run it")
     if parts:
