@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,7 @@ _KINDS = {
 
 def fidelity(rows: Sequence[Row], path: Path) -> None:
     """Predicted against measured seconds, a panel for each model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = _figure(3.4 * len(models), 3.6)
-    if figure is None:
-        return
-    for number, model in enumerate(models, start=1):
-        axes = figure.add_subplot(1, len(models), number)
-        mine = [row for row in rows if row["model"] == model]
+    for number, (model, axes, mine) in enumerate(_panels(rows, path, 3.4), start=1):
         most = 0.0
         for colour, (kind, label) in zip(COLOURS, _KINDS.items(), strict=False):
             chosen = [row for row in mine if (row["kind"] if row["kind"] in _KINDS else "") == kind]
@@ -52,7 +46,6 @@ def fidelity(rows: Sequence[Row], path: Path) -> None:
         )
         if number == 1:
             axes.legend(fontsize=7, loc="lower right")
-    _save(figure, path)
 
 
 def _measured(row: Row) -> float:
@@ -62,27 +55,31 @@ def _measured(row: Row) -> float:
 
 def training(rows: Sequence[Row], path: Path) -> None:
     """The loss against time: a line for each placement, of its first run."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = _figure(4.2 * len(models), 3.6)
-    if figure is None:
-        return
-    for number, model in enumerate(models, start=1):
-        axes = figure.add_subplot(1, len(models), number)
+    for model, axes, mine in _panels(rows, path, 4.2):
         names = dict.fromkeys(row["placement"] for row in rows)
         for colour, name in zip(COLOURS, names, strict=False):
-            mine = [
-                row
-                for row in rows
-                if (row["model"], row["placement"]) == (model, name) and int(row["run"]) == 0
-            ]
+            first = [row for row in mine if row["placement"] == name and int(row["run"]) == 0]
             axes.plot(
-                [float(row["seconds"]) for row in mine],
-                [float(row["loss"]) for row in mine],
+                [float(row["seconds"]) for row in first],
+                [float(row["loss"]) for row in first],
                 color=colour,
                 label=name,
             )
         axes.set(title=model, xlabel="seconds of training, without the first step", ylabel="loss")
         axes.legend()
+
+
+def _panels(
+    rows: Sequence[Row], path: Path, width: float
+) -> Iterator[tuple[str, Any, Sequence[Row]]]:
+    """A panel for each model, with its rows, to be drawn in; saved when all are."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = _figure(width * len(models), 3.6)
+    if figure is None:
+        return
+    for number, model in enumerate(models, start=1):
+        axes = figure.add_subplot(1, len(models), number)
+        yield model, axes, [row for row in rows if row["model"] == model]
     _save(figure, path)
 
 

@@ -374,6 +374,11 @@ def _of(cases: Cases, model: str) -> dict[str, Mapping[str, Sequence[Row]]]:
     return {cluster: found for (name, cluster), found in cases.items() if name == model}
 
 
+def _on_one_device(row: Row) -> bool:
+    """Whether a learner's policy ended so."""
+    return float(row["policy_largest_share"]) > 0.99
+
+
 def _one_gpu_points(cases: Cases) -> Points:
     points: Points = []
     for cluster, found in _of(cases, "rnnlm").items():
@@ -389,7 +394,7 @@ def _one_gpu_points(cases: Cases) -> Points:
         policies = [row for row in found["reinforce"] if row["policy_largest_share"]]
         if policies:
             single = sum(
-                float(row["policy_largest_share"]) > 0.99
+                _on_one_device(row)
                 and row["policy_seconds"] != ""
                 and float(row["policy_seconds"]) <= 1.01 * alone
                 for row in policies
@@ -427,7 +432,7 @@ def _spread_points(cases: Cases) -> Points:
         each = ", ".join(str(groups[device]) for device in gpus)
         policies = [row for row in found["reinforce"] if row["policy_largest_share"]]
         if policies:
-            single = sum(float(row["policy_largest_share"]) > 0.99 for row in policies)
+            single = sum(map(_on_one_device, policies))
             points.append(
                 (
                     not single,

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-import numpy as np
-
 from placewright import methods as registry
 from placewright._version import VERSION
 from placewright.cluster import Cluster
@@ -112,11 +110,9 @@ class Result:
         return [row(result) | {"main_device": self._main_device(result)} for result in self.methods]
 
     def _main_device(self, result: MethodResult) -> str | None:
-        """The device with most groups of a method's best placement: for `single`, the one it is."""
         if result.best is None:
             return None
-        used = np.bincount(result.best.placement.devices)
-        return self.problem.cluster.device_names[int(used.argmax())]
+        return self.problem.cluster.device_names[result.best.placement.main_device]
 
     def __repr__(self) -> str:
         step = f"{self.step_seconds:.6g} s" if self.best else "nothing ran"

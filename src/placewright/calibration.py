@@ -87,13 +87,13 @@ class Calibration:
             raise CostsError(f"{path}: costs of another graph; move it away")
         found = cluster_format.from_document(document["cluster"], where=str(path))
         own = problem.cluster
-        if (found.name, found.device_names) != (own.name, own.device_names):
+        if not _same_devices(found, own):
             raise CostsError(
                 f"{path}: costs of cluster {found.name!r}, not of {own.name!r}; move it away"
             )
         return Calibration(
-            table=Costs.load(path, problem.graph),
-            cluster=calibrated_cluster(path, problem.cluster),
+            table=Costs.from_json(document, problem.graph, where=str(path)),
+            cluster=_with_own_limits(found, own),
         )
 
 
@@ -104,9 +104,15 @@ def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
     if described is None:
         return cluster
     found = cluster_format.from_document(described, where=str(path))
-    if found.name != cluster.name or found.device_names != cluster.device_names:
-        return cluster
-    # The user's own limits on memory stay.
+    return _with_own_limits(found, cluster) if _same_devices(found, cluster) else cluster
+
+
+def _same_devices(found: Cluster, cluster: Cluster) -> bool:
+    return (found.name, found.device_names) == (cluster.name, cluster.device_names)
+
+
+def _with_own_limits(found: Cluster, cluster: Cluster) -> Cluster:
+    """The user's own limits on memory stay."""
     devices = tuple(
         dataclasses.replace(device, memory_bytes=own.memory_bytes)
         for device, own in zip(found.devices, cluster.devices, strict=True)

@@ -43,6 +43,11 @@ class Placement:
             )
         return Placement(frozen(array), problem.fingerprint)
 
+    @property
+    def main_device(self) -> int:
+        """The device with most groups: of a placement on a single device, that one."""
+        return int(np.bincount(self.devices).argmax())
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
             return NotImplemented

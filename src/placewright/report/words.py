@@ -52,14 +52,15 @@ def comparisons(run: Run) -> list[dict[str, Any]]:
     """The methods that only compute, and how many times as fast as each the answer is: where they
     were measured in turns, by these."""
     step = run.summary["step_seconds"]
-    in_turns = {other["method"]: other["ratio"] for other in run.summary.get("comparisons", ())}
+    in_turns = {other["method"]: other for other in run.summary.get("comparisons", ())}
     return [
         {
             "method": row["method"],
             "step_seconds": row["step_seconds"],
-            "speed_up": in_turns.get(row["method"], row["step_seconds"] / step)
+            "speed_up": in_turns.get(row["method"], {}).get("ratio", row["step_seconds"] / step)
             if row["step_seconds"] and step
             else None,
+            "half_width": in_turns.get(row["method"], {}).get("half_width"),
             "outcome": row["outcome"],
         }
         for row in run.summary["methods"]
@@ -81,8 +82,7 @@ def single_device(run: Run) -> str:
     found = run.progression.improvements.get("single") if run.progression is not None else None
     if not found:
         return "alone"
-    used = np.bincount(found[-1].trial.placement.devices)
-    return names[int(used.argmax())]
+    return names[found[-1].trial.placement.main_device]
 
 
 def tightest(run: Run) -> tuple[int, int, int] | None:
@@ -109,16 +109,13 @@ def answer(run: Run) -> str:
         half_width = run.summary.get("half_width_seconds")
         within = f", 95% within ± {seconds_text(half_width)}" if half_width else ""
         text += f" (measured{within})"
-    spread_of = {
-        other["method"]: other.get("half_width") for other in run.summary.get("comparisons", ())
-    }
     by_method = {row["method"]: row for row in comparisons(run)}
     parts = []
     alone = f"the best single device ({single_device(run)})"
     for method, phrase in (("single", alone), ("expert", "the expert's placement")):
         row = by_method.get(method)
         if row is not None and row["speed_up"]:
-            spread = spread_of.get(method)
+            spread = row["half_width"]
             sure = f" (± {spread:.2f})" if spread is not None else ""
             parts.append(_times(row["speed_up"], phrase) + sure)
         elif row is not None and method == "single":

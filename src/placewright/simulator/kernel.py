@@ -477,8 +477,9 @@ def simulate(
                         start = max(start, free_at[routes[route * hops + j]])
                     moving = use_bytes[use] * per_byte[route]
                     end = start + latency[route] + moving
+                    freed = start + gap[route] + moving
                     for j in range(hops):
-                        free_at[routes[route * hops + j]] = start + gap[route] + moving
+                        free_at[routes[route * hops + j]] = freed
                     packer = device
                     packing += overhead[route] + use_bytes[use] * overhead_per_byte[route]
                     channel = routes[route * hops]
@@ -492,7 +493,7 @@ def simulate(
                         log.counts[0] += 1
                         log.use_request[use] = now
                         log.use_start[use] = start
-                        log.use_free[use] = start + gap[route] + moving
+                        log.use_free[use] = freed
                         log.use_end[use] = end
                     entry = free
                     free = entries[entry].next
