@@ -54,8 +54,9 @@ def judged(problem: Problem, placements: list[Placement], seconds: Sequence[floa
     [
         Correction(ops=1.7, latency=0.8, bandwidth=0.5, overhead=0.5, overhead_bytes=0.7),
         Correction(ops=1.7, latency=2.0, bandwidth=0.5, gap=0.2, overhead=0.5),
+        Correction(ops=1.4, gap=0.2, overhead=0.3, contention=0.6),
     ],
-    ids=["overhead", "gap"],
+    ids=["overhead", "gap", "contention"],
 )
 def test_a_correction_is_found_again(problem: Problem, truth: Correction) -> None:
     placements = varied_placements(problem, 16)

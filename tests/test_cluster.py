@@ -87,6 +87,16 @@ def test_the_overhead_of_a_link(tmp_path: Path) -> None:
     assert "overhead" not in (tmp_path / "plain.yaml").read_text()
 
 
+def test_contention(tmp_path: Path) -> None:
+    plain = load(TWO + f"links: [{LINK}]", tmp_path)
+    cluster = load(TWO + f"links: [{LINK}]\ncontention: 0.25", tmp_path)
+    assert (plain.contention, cluster.contention) == (0.0, 0.25)
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster != plain
+    plain.save(tmp_path / "plain.yaml")
+    assert "contention" not in (tmp_path / "plain.yaml").read_text()
+
+
 def test_local_describes_this_machine_the_same_way_twice() -> None:
     cluster = Cluster.load("local")
     assert cluster.devices[0].type == "cpu"
@@ -128,6 +138,8 @@ def test_local_describes_this_machine_the_same_way_twice() -> None:
             "overhead_bandwidth of link 'l' must be positive",
         ),
         (TWO + f"links: [{LINK}, {LINK}]", "two links named 'l'"),
+        (TWO + f"links: [{LINK}]\ncontention: -0.1", "contention of cluster 'c' must not be neg"),
+        (TWO + f"links: [{LINK}]\ncontention: much", "contention must be a number with no unit"),
         (KIND.replace("1 TFLOPS", "0") + "devices: [{name: a, kind: k}]", "peak_flops of device"),
         (
             KIND.replace("type: gpu", "type: gpu, efficiency: {conv: 2}")

@@ -2,8 +2,8 @@
 
 Three sources, in this order. Op times come from TensorFlow's own trace of whole steps, one for each
 kind of device: ops timed alone are 20-40% too fast. Links are timed with chains of real tensors.
-What is left (dispatching, packing and unpacking by the cores that compute) is fitted to the step
-times of a few placements.
+What is left (dispatching, packing and unpacking by the cores that compute, how much devices slow
+each other down) is fitted to the step times of a few placements.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from placewright.errors import CostsError, WorkerError
 from placewright.files import read_json, write_json
 from placewright.graph import FloatArray, Graph, frozen
 from placewright.placement import Placement
+from placewright.placers.heft import heft
 from placewright.problem import Problem
 from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import Run, TensorFlowRunner
@@ -255,13 +256,15 @@ class Correction:
     """Seconds of a busy core per transfer, as a share of the link's latency as it was measured."""
     overhead_bytes: float = 0.0
     """The same per byte, as a share of the link's time per byte."""
+    contention: float = 0.0
+    """Of the cluster."""
 
     def apply(self, problem: Problem) -> Problem:
         links = tuple(self._link(link) for link in problem.cluster.links)
         costs = dataclasses.replace(
             problem.costs, op_seconds=frozen(problem.costs.op_seconds * self.ops)
         )
-        cluster = dataclasses.replace(problem.cluster, links=links)
+        cluster = dataclasses.replace(problem.cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)
 
     def _link(self, link: Link) -> Link:
@@ -294,6 +297,7 @@ _RANGES = {
     "gap": (0.01, 1.0),
     "overhead": (0.0, 40.0),
     "overhead_bytes": (0.0, 40.0),
+    "contention": (0.0, 4.0),
 }
 
 _STEPS = (1.6, 1.25, 1.1, 1.04)
@@ -337,7 +341,7 @@ def fit(
 def _unchanged(cluster: Cluster) -> Correction:
     """The correction under which links are what they are, as far as the first one tells."""
     if not cluster.links:
-        return Correction()
+        return Correction(contention=cluster.contention)
     link = cluster.links[0]
     latency = max(link.latency_seconds, 1e-9)
     gap = latency if link.gap_seconds is None else link.gap_seconds
@@ -345,6 +349,7 @@ def _unchanged(cluster: Cluster) -> Correction:
         gap=min(max(gap / latency, _RANGES["gap"][0]), 1.0),
         overhead=link.overhead_seconds / latency,
         overhead_bytes=link.bandwidth / link.overhead_bandwidth,
+        contention=cluster.contention,
     )
 
 
@@ -370,7 +375,7 @@ def calibrate(
 ) -> Calibration:
     """Calibrates for a problem on the runner's devices; the rest is fitted to `placements`.
 
-    The single-device placements are always among those.
+    The single-device placements are always among those, and some that keep all devices busy.
     """
     say("timing ops")
     traced = {}
@@ -391,19 +396,42 @@ def calibrate(
         cluster = measure_links(cluster, runner.config)
     found = Calibration(table=table, cluster=cluster)
     say("fitting")
-    truth: dict[Placement, list[float]] = {
-        everything_on(problem, device): list(run.measurement.step_seconds)
-        for device, run in traced.items()
-    }
+    # Single devices once more: the machine may have been faster or slower when they were traced.
+    singles = [everything_on(problem, device) for device in traced]
+    placements = list(dict.fromkeys([*singles, *placements, *_overlapping(problem, found)]))
     timed, pace = in_turns(problem, runner, placements)
-    for placement, times in timed.items():
-        truth.setdefault(placement, []).extend(times.factor * step for step in times.steps)
-    seconds = [float(np.median(steps)) for steps in truth.values()]
-    return dataclasses.replace(corrected(problem, found, list(truth), seconds), pace=pace)
+    seconds = [times.seconds for times in timed.values()]
+    return dataclasses.replace(corrected(problem, found, list(timed), seconds), pace=pace)
+
+
+def _overlapping(problem: Problem, calibration: Calibration) -> list[Placement]:
+    """What a scheduler proposes, for the links there are and for some that take no time.
+
+    These keep devices busy at the same time, which random placements hardly do, and only so it is
+    seen how much they slow each other down.
+    """
+    under = calibration.problem(problem)
+    links = tuple(
+        dataclasses.replace(
+            link, latency_seconds=0.0, gap_seconds=None, bandwidth=1e18, overhead_seconds=0.0,
+            overhead_bandwidth=math.inf,
+        )
+        for link in under.cluster.links
+    )  # fmt: skip
+    free = dataclasses.replace(under, cluster=dataclasses.replace(under.cluster, links=links))
+    proposed = [*heft(under), *heft(free)]
+    return [
+        Placement.of(problem, placement.devices)
+        for placement in proposed
+        if len(np.unique(placement.devices)) > 1
+    ]
 
 
 _TURN = 3
 """Placements between two runs of the reference."""
+_AROUND = 3
+"""Runs of the reference before a turn, and after it, that say how fast the machine was then. One
+alone varies by some percent even on a machine that is as fast as ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,8 +492,9 @@ def in_turns(
         pace = Pace(tuple(reference.tolist()), usual)
     result: dict[Placement, Timed] = {}
     for number, turn in enumerate(turns):
-        around = [s for s in speeds[number : number + 2] if not math.isnan(s)]
-        factor = pace.seconds / float(np.mean(around)) if around and pace else 1.0
+        near = speeds[max(0, number + 1 - _AROUND) : number + 1 + _AROUND]
+        around = [s for s in near if not math.isnan(s)]
+        factor = pace.seconds / float(np.median(around)) if around and pace else 1.0
         for placement, steps in turn.items():
             result[placement] = Timed(steps=steps, factor=factor)
     return result, pace

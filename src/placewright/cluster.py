@@ -164,10 +164,14 @@ class Cluster:
     links: tuple[Link, ...] = ()
     switches: tuple[str, ...] = ()
     """Names that links may join besides devices."""
+    contention: float = 0.0
+    """By what share everything takes longer while all devices compute at the same time, as where
+    they share a core's units or a memory bus; while only some do, in proportion."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
+        _not_negative(self.contention, f"contention of cluster {self.name!r}")
         _unique([device.name for device in self.devices], "device", self.name)
         _unique([link.name for link in self.links], "link", self.name)
         kinds: dict[str, DeviceKind] = {}
@@ -307,6 +311,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
             }
             for link in cluster.links
         ],
+        **({"contention": cluster.contention} if cluster.contention else {}),
     }
 
 
@@ -330,9 +335,8 @@ def from_document(document: object, *, where: str) -> Cluster:
 
 
 def _cluster(document: object, where: str) -> Cluster:
-    fields = _fields(
-        document, "the cluster", {"format", "name", "kinds", "devices", "switches", "links"}
-    )
+    known = {"format", "name", "kinds", "devices", "switches", "links", "contention"}
+    fields = _fields(document, "the cluster", known)
     if fields.get("format", FORMAT) != FORMAT:
         raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
     kinds = builtin_kinds()
@@ -393,7 +397,13 @@ def _cluster(document: object, where: str) -> Cluster:
         _string(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")
     ]
     name = _string(fields.get("name", Path(where).stem), "the cluster's name")
-    return Cluster(name=name, devices=tuple(devices), links=tuple(links), switches=tuple(switches))
+    return Cluster(
+        name=name,
+        devices=tuple(devices),
+        links=tuple(links),
+        switches=tuple(switches),
+        contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
+    )
 
 
 def _kinds(document: object) -> dict[str, DeviceKind]:

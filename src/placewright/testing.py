@@ -145,13 +145,15 @@ def random_problem(
     tight_memory: bool = False,
     overhead: bool = False,
     gaps: bool = False,
+    contention: bool = False,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
     Times are multiples of 1/1024 s and bandwidths powers of two, so that sums are exact and ties
     are real: whoever breaks a tie in another order gets another schedule. All groups fit together
     on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
-    with `gaps`, links are free again before what they carried has arrived.
+    with `gaps`, links are free again before what they carried has arrived; with `contention`,
+    devices slow each other down.
     """
     rng = np.random.default_rng(seed)
     kinds = [
@@ -190,6 +192,8 @@ def random_problem(
             for link in cluster.links
         )
         cluster = replace(cluster, links=links)
+    if contention:
+        cluster = replace(cluster, contention=int(rng.integers(1, 9)) / 8)
     numbers: dict[int, int] = {}
     labels = rng.integers(int(rng.integers(1, max_groups + 1)), size=graph.num_ops)
     group_of = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -188,11 +189,22 @@ def test_cp_sat_finds_and_proves_the_optimum(problem: Problem, optimum: float) -
     assert placer.ask(100) == []
 
 
+def test_under_contention_cp_sat_proves_a_bound_and_no_optimum() -> None:
+    problem = chains()
+    problem = replace(problem, cluster=replace(problem.cluster, contention=0.5))
+    placer = Exact(problem, CP_SAT)
+    asked = placer.ask(100)
+    assert asked
+    assert not placer.proven
+    assert placer.lower_bound_seconds < best_seconds(evaluated(problem, asked))
+
+
 @pytest.mark.parametrize("seed", [0, 2, 3, 5, 7, 11, 12, 13])
 def test_no_placement_is_under_the_bound(seed: int) -> None:
     problem = random_problem(
-        seed, max_ops=10, max_groups=5, max_devices=3, tight_memory=seed > 6, gaps=seed % 2 > 0
-    )
+        seed, max_ops=10, max_groups=5, max_devices=3, tight_memory=seed > 6, gaps=seed % 2 > 0,
+        contention=seed in (3, 12),
+    )  # fmt: skip
     placer = Exact(problem, ExactConfig(max_placements=0, max_work=2.0))
     placer.ask(1)
     assert placer.lower_bound_seconds <= best_seconds(all_trials(problem))

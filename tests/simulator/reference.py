@@ -6,6 +6,7 @@ The engine must agree with it exactly, to the last bit of every time.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -261,7 +262,30 @@ class Reference:
         assert len(self.out.op_end) == self.problem.graph.num_ops
         assert not any(self.holders)
         self.out.step_seconds = now
+        self.stretch()
         return self.out
+
+    def stretch(self) -> None:
+        """Contention: time passes more slowly the more servers are busy."""
+        out = self.out
+        share = self.problem.cluster.contention / max(1, len(self.servers) - 1)
+        spans = [(start, out.op_end[op]) for op, start in out.op_start.items()]
+        times = sorted({time for span in spans for time in span})
+
+        def stretched(time: float) -> float:
+            shared = 0.0
+            for begin, end in itertools.pairwise(times):
+                busy = sum(start <= begin < stop for start, stop in spans)
+                shared += max(0.0, min(time, end) - begin) * max(0, busy - 1)
+            return time + share * shared
+
+        out.step_seconds = stretched(out.step_seconds)
+        out.op_start = {op: stretched(time) for op, time in out.op_start.items()}
+        out.op_end = {op: stretched(time) for op, time in out.op_end.items()}
+        out.transfers = [
+            (tensor, source, target, stretched(a), stretched(b), stretched(c), stretched(d))
+            for tensor, source, target, a, b, c, d in out.transfers
+        ]
 
 
 def _items(problem: Problem) -> list[list[Item]]:

@@ -47,7 +47,7 @@ def placements(problem: Problem, seed: int, count: int) -> IndexArray:
 def random_case(seed: int) -> Problem:
     return random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=True,
-        overhead=seed % 2 == 1, gaps=seed % 3 > 0,
+        overhead=seed % 2 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 2,
     )  # fmt: skip
 
 

@@ -115,6 +115,28 @@ def test_latency_passes_side_by_side_where_the_gap_is_shorter() -> None:
     assert path == [(None, 0, 1), (0, 1, 3.5), (1, 3.5, 9.5), (None, 9.5, 10.5)]
 
 
+def test_devices_that_compute_at_the_same_time_slow_each_other_down() -> None:
+    ops = [op("a", 1, 2), op("left", 6), op("right", 3, 1), op("last", 1)]
+    edges = [("a", "left"), ("a", "right"), ("right", "last")]
+    devices = {"a": 0, "left": 0, "right": 1, "last": 1}
+    cluster = replace(uniform_cluster(2), contention=0.5)
+    result = timeline(ops, edges, cluster, devices)
+    # a 0-1, sent 1-3. Without contention left 1-7 and, beside it, right 3-6 and last 6-7. These 4 s
+    # of both take 6.
+    assert sent(result) == [(0, 1, 1, 3)]
+    assert spans(result) == {"a": (0, 1), "left": (1, 9), "right": (3, 7.5), "last": (7.5, 9)}
+    assert result.step_seconds == 9
+    row = np.array([result.placement.devices])
+    assert Simulator(result.problem).run(row).step_seconds.tolist() == [9]
+    assert result.critical_path[-1].end == 9
+    # Of three devices two that are busy slow each other down by half of it.
+    three = replace(uniform_cluster(3), contention=0.5)
+    assert timeline(ops, edges, three, devices).step_seconds == 8
+    # One at a time, there is nobody to be slowed down by.
+    alone = dict.fromkeys(devices, 0)
+    assert timeline(ops, edges, cluster, alone).step_seconds == 11
+
+
 def test_diamond_on_two_devices() -> None:
     ops = [op("a", 1, 2), op("left", 3, 1), op("right", 3, 1), op("join", 1)]
     edges = [("a", "left"), ("a", "right"), ("left", "join"), ("right", "join")]

@@ -19,7 +19,10 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def random_timeline(seed: int) -> Timeline:
-    problem = random_problem(seed, max_ops=20, max_groups=20, tight_memory=True, gaps=seed % 2 > 0)
+    problem = random_problem(
+        seed, max_ops=20, max_groups=20, tight_memory=True, gaps=seed % 2 > 0,
+        contention=seed % 3 > 1,
+    )  # fmt: skip
     row = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_groups)
     return Simulator(problem).timeline(Placement.of(problem, row.astype(np.int32)))
 

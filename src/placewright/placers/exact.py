@@ -135,7 +135,8 @@ class Exact(Placer):
         # A little less, for the small change that `Machine.ticks` does not count.
         bound = found.bound * machine.tick_seconds * (1 - 1e-9)
         self.lower_bound_seconds = max(self.lower_bound_seconds, bound)
-        self.proven = found.optimal
+        # CP-SAT knows nothing of contention, so what is optimal for it is then a bound, no more.
+        self.proven = found.optimal and not self.problem.cluster.contention
         placements = found.placements or ([start] if start is not None else [])
         if not placements:
             self.why_not = f"CP-SAT found no placement in {self.config.max_seconds:g} s"

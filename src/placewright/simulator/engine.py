@@ -7,6 +7,7 @@ time. Memory is held from the start of the op that makes it to the end of the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -126,21 +127,23 @@ class Simulator:
         scratch = self._borrowed()
         simulate(self._tables, scratch, placements, np.arange(1), results, log)
         sent, changes = log.counts
+        stretched = _stretching(log, self._tables.contention)
+        op_end = stretched(log.op_end)
         recording = Recording(
-            step_seconds=float(results.step_seconds[0]),
+            step_seconds=float(op_end.max()),
             peak_bytes=results.peak_bytes[0],
-            op_ready=log.op_ready,
-            op_start=log.op_start,
-            op_end=log.op_end,
+            op_ready=stretched(log.op_ready),
+            op_start=stretched(log.op_start),
+            op_end=op_end,
             op_server=log.op_server,
             op_cause=log.op_cause,
             op_before=log.op_before,
             transfer_use=log.sent[:sent].astype(np.int64),
-            transfer_request=log.use_request[log.sent[:sent]],
-            transfer_start=log.use_start[log.sent[:sent]],
-            transfer_free=log.use_free[log.sent[:sent]],
-            transfer_end=log.use_end[log.sent[:sent]],
-            change_seconds=log.change_seconds[:changes],
+            transfer_request=stretched(log.use_request[log.sent[:sent]]),
+            transfer_start=stretched(log.use_start[log.sent[:sent]]),
+            transfer_free=stretched(log.use_free[log.sent[:sent]]),
+            transfer_end=stretched(log.use_end[log.sent[:sent]]),
+            change_seconds=stretched(log.change_seconds[:changes]),
             change_device=log.change_device[:changes],
             change_buffer=log.change_buffer[:changes],
             change_bytes=log.change_bytes[:changes],
@@ -183,6 +186,19 @@ class Simulator:
         if not failing.size:
             failing = np.flatnonzero(~self.problem.allowed[group_of, devices[group_of]])
         return int(failing[0]) if failing.size else -1
+
+
+def _stretching(log: Log, contention: float) -> Callable[[FloatArray], FloatArray]:
+    """Turns the kernel's times, which know no contention, into those of the step."""
+    if not contention:
+        return lambda seconds: seconds
+    times = np.concatenate([log.op_start, log.op_end])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    busy = np.cumsum(np.repeat([1, -1], len(log.op_start))[order])
+    shared = np.zeros(len(times))
+    np.cumsum(np.diff(times) * np.maximum(busy[:-1] - 1, 0), out=shared[1:])
+    return lambda seconds: seconds + contention * np.interp(seconds, times, shared)
 
 
 def _simulator(problem: Problem, threads: int) -> Simulator:
@@ -304,6 +320,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
         num_queues=sum(slots) + len(cluster.routes.channel_names),
+        contention=cluster.contention / max(1, sum(slots) - 1),
     )
     _check_seconds(tables)
     return tables
@@ -333,5 +350,6 @@ def _check_seconds(tables: Tables) -> None:
             * tables.use_bytes.sum()
             * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
         )
+        longest *= 1 + tables.contention * len(tables.server_device)
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

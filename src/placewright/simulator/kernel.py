@@ -103,6 +103,8 @@ class Tables(NamedTuple):
     memory: Ints
     """[D] bytes"""
     num_queues: int
+    contention: float
+    """By what share everything takes longer for each server that is busy besides the first."""
 
 
 class Scratch(NamedTuple):
@@ -330,6 +332,7 @@ def simulate(
     hops = UINT(routes.size // latency.size)
     no_entry = UINT(entries.size - 1)
     free = scratch.free[0]
+    contention = tables.contention
 
     for row in rows:
         runs = True
@@ -349,6 +352,10 @@ def simulate(
             head_end[i] = np.inf
             late[i] = 0.0
         now = 0.0
+        # All that happens while several servers are busy takes longer by the same share, so what
+        # comes after what does not depend on it: it is enough to sum up these times.
+        busy = 0
+        shared = 0.0
         packing = 0.0
         packer = UINT(0)
         cause = np.int64(-1)
@@ -384,6 +391,7 @@ def simulate(
                 entries[no_entry if idle else tail[server]].next = entry
                 tail[server] = entry
                 if idle:
+                    busy += 1
                     head[server] = entry
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
@@ -420,6 +428,8 @@ def simulate(
                 queue = earlier if less else queue
             if least == _INFINITY_BITS:
                 break
+            if busy > 1:
+                shared += (head_end[queue] - now) * (busy - 1)
             now = head_end[queue]
             num_ready = UINT(0)
             entry = head[queue]
@@ -431,6 +441,7 @@ def simulate(
 
             if queue < num_servers:  # an op ends
                 op = item
+                busy -= last
                 if log is not None:
                     # Known only now, where transfers have held it up.
                     log.op_end[op] = now
@@ -540,7 +551,7 @@ def simulate(
                     _hold_up(target, work, first_server, free_at, head_end, late)
                 _release(memory, buffer, device, num_devices, now, log)
 
-        results.step_seconds[row] = now
+        results.step_seconds[row] = now + contention * shared
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
     scratch.free[0] = free
