@@ -73,14 +73,14 @@ def check(
     # Groups are made of co-location sets, so that every placement of groups is one of these, too.
     sets = dataclasses.replace(problem, grouping=group(program.graph, (by_colocation, by_gradient)))
     with TensorFlowRunner(program, problem.cluster, config) as runner:
-        fitted_to = [
+        varied = [
             *(of_sets(p, problem, sets) for p in varied_placements(problem, fit // 2)),
             *varied_placements(sets, fit - fit // 2),
         ]
-        found = calibration.calibrate(sets, runner, fitted_to)
+        found = calibration.calibrate(sets, runner, varied)
         problem, sets = found.problem(problem), found.problem(sets)
         singles = [everything_on(sets, device) for device in range(sets.num_devices)]
-        kinds = fresh(problem, sets, count, [*fitted_to, *singles])
+        kinds = fresh(problem, sets, count, [*found.fitted_to, *singles])
         assert len(kinds) >= count, f"{len(kinds)} placements, not {count}"
         # Mixed, so that the machine's moods do not hit one kind alone.
         mixed = list(kinds)
@@ -208,9 +208,10 @@ def write(rows: Sequence[Row], load: float) -> None:
 {tables.block("fidelity", page)}
 
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
-{FIT} placements and checked on others. Times are scaled by how fast a reference was just then,
-against when the model was calibrated, but
-for the column that says so. {made_by()} Other load at the start: {load:.1f}.
+{FIT} placements, single devices and what HEFT proposes, and checked on others. Times are scaled by
+how fast a reference was just then, against when the model was calibrated, but for the column that
+says so; of each run the lower quartile of the steps counts. {made_by()}
+Other load at the start: {load:.1f}.
 """,
         encoding="utf-8",
     )

@@ -18,6 +18,7 @@ from placewright.calibration import (
     calibrated_cluster,
     check,
     corrected,
+    everything_on,
     fidelity,
     fit,
     op_table,
@@ -73,8 +74,20 @@ def test_a_correction_is_found_again(problem: Problem, truth: Correction) -> Non
     )
     assert result.error < 0.03
     assert result.spearman > 0.98
+    assert found.contention == pytest.approx(truth.contention, abs=0.1)
     before = judged(problem, fresh, result.measured)
     assert before.error > 0.2
+
+
+def test_what_placements_do_not_say_stays_as_it_is(problem: Problem) -> None:
+    """One device at a time says nothing about several at the same time."""
+    cluster = dataclasses.replace(problem.cluster, contention=0.4)
+    problem = dataclasses.replace(problem, cluster=cluster)
+    singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+    rows = np.stack([single.devices for single in singles])
+    found, error = fit(problem, singles, Simulator(problem).run(rows).step_seconds.tolist())
+    assert found.contention == 0.4
+    assert error == pytest.approx(0.0)
 
 
 def test_one_wrong_measurement_does_not_spoil_the_fit(problem: Problem) -> None:
@@ -134,7 +147,9 @@ def test_what_ran_elsewhere_is_the_cost_of_that_device() -> None:
     assert np.sum(table.source[on_gpu] == Source.TABLE) == problem.graph.num_ops - 1
 
 
-def test_a_calibration_is_a_costs_file(problem: Problem, tmp_path: Path) -> None:
+def test_a_calibration_is_a_costs_file(
+    problem: Problem, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     table = op_table(problem, {0: run(problem, 0.3, 1.0)})
     link = dataclasses.replace(
         problem.cluster.links[0], latency_seconds=1e-4, overhead_seconds=3e-5
@@ -148,6 +163,7 @@ def test_a_calibration_is_a_costs_file(problem: Problem, tmp_path: Path) -> None
     # Of no use for another machine.
     other = Cluster.load("k80x2")
     assert calibrated_cluster(path, other) == other
+    assert f"links were measured on cluster {cluster.name!r}" in caplog.text
     with pytest.raises(CostsError, match="no such costs file"):
         calibrated_cluster(tmp_path / "none.json", other)
     # What a run left behind is of that run's problem and no other.

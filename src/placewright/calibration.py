@@ -9,6 +9,7 @@ each other down) is fitted to the step times of a few placements.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from placewright.problem import Problem
 from placewright.runners.config import RunConfig
 from placewright.runners.tensorflow import Run, TensorFlowRunner
 from placewright.simulator import Simulator
+
+logger = logging.getLogger(__name__)
 
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the tensors that links are timed with."""
@@ -52,6 +55,8 @@ class Calibration:
     cluster: Cluster
     pace: Pace | None = None
     """How fast the machine was, where that was measured just now."""
+    fitted_to: tuple[Placement, ...] = ()
+    """What it was fitted to, where that was measured just now."""
 
     def problem(self, problem: Problem) -> Problem:
         """The same problem under these costs."""
@@ -105,7 +110,16 @@ def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
     if described is None:
         return cluster
     found = cluster_format.from_document(described, where=str(path))
-    return _with_own_limits(found, cluster) if _same_devices(found, cluster) else cluster
+    if _same_devices(found, cluster):
+        return _with_own_limits(found, cluster)
+    logger.warning(
+        "%s: links were measured on cluster %r with %s; those of %r are taken as it describes them",
+        path,
+        found.name,
+        ", ".join(found.device_names),
+        cluster.name,
+    )
+    return cluster
 
 
 def _same_devices(found: Cluster, cluster: Cluster) -> bool:
@@ -320,12 +334,17 @@ def fit(
         predicted = Simulator(correction.apply(problem)).run(rows).step_seconds
         # A whisper of regularisation: what the measurements do not say stays as it is.
         drift = sum(abs(math.log(getattr(correction, name))) for name in _FACTORS)
+        drift += abs(correction.contention - problem.cluster.contention)
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts;
     # the first leaves everything as it is.
     starts = [_unchanged(problem.cluster)]
-    starts += [Correction(gap=g, overhead=o, overhead_bytes=b) for g, o, b in _STARTS]
+    starts += [
+        Correction(gap=gap, overhead=overhead, overhead_bytes=share, contention=contention)
+        for gap, overhead, share in _STARTS
+        for contention in {problem.cluster.contention: None, 0.0: None}
+    ]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
     for factor in _STEPS:
         improved = True
@@ -356,7 +375,8 @@ def _unchanged(cluster: Cluster) -> Correction:
 def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:
     for name, (low, high) in _RANGES.items():
         value = getattr(correction, name)
-        for changed in (value * factor, value / factor, 0.2 if value == 0.0 else value):
+        begin = (0.2, 0.05) if value == 0.0 else ()
+        for changed in (value * factor, value / factor, *begin):
             clipped = min(max(changed, low), high)
             if clipped != value:
                 yield dataclasses.replace(correction, **{name: clipped})
@@ -400,8 +420,11 @@ def calibrate(
     singles = [everything_on(problem, device) for device in traced]
     placements = list(dict.fromkeys([*singles, *placements, *_overlapping(problem, found)]))
     timed, pace = in_turns(problem, runner, placements)
+    if not timed:
+        raise WorkerError("none of the placements ran, so there is nothing to fit the costs to")
     seconds = [times.seconds for times in timed.values()]
-    return dataclasses.replace(corrected(problem, found, list(timed), seconds), pace=pace)
+    fitted = corrected(problem, found, list(timed), seconds)
+    return dataclasses.replace(fitted, pace=pace, fitted_to=tuple(timed))
 
 
 def _overlapping(problem: Problem, calibration: Calibration) -> list[Placement]:
@@ -419,11 +442,10 @@ def _overlapping(problem: Problem, calibration: Calibration) -> list[Placement]:
         for link in under.cluster.links
     )  # fmt: skip
     free = dataclasses.replace(under, cluster=dataclasses.replace(under.cluster, links=links))
-    proposed = [*heft(under), *heft(free)]
+    proposed = np.stack([placement.devices for placement in (*heft(under), *heft(free))])
+    fits = Simulator(under).run(proposed).ok
     return [
-        Placement.of(problem, placement.devices)
-        for placement in proposed
-        if len(np.unique(placement.devices)) > 1
+        Placement.of(problem, devices) for devices in proposed[fits] if len(np.unique(devices)) > 1
     ]
 
 
@@ -444,7 +466,9 @@ class Timed:
 
     @property
     def raw_seconds(self) -> float:
-        return float(np.median(self.steps))
+        """The lower quartile: whatever else a machine does makes steps slower, never faster, so
+        that it differs less from run to run than the median."""
+        return float(np.quantile(self.steps, 0.25))
 
     @property
     def seconds(self) -> float:
@@ -475,7 +499,9 @@ def in_turns(
 
     def speed() -> float:
         measurement = runner.measure(reference[group_of]).measurement
-        return float(np.median(measurement.step_seconds)) if measurement.ok else math.nan
+        if not measurement.ok:
+            return math.nan
+        return Timed(steps=measurement.step_seconds, factor=1.0).raw_seconds
 
     speeds = [speed()]
     turns: list[dict[Placement, list[float]]] = []

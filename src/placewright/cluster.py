@@ -165,8 +165,9 @@ class Cluster:
     switches: tuple[str, ...] = ()
     """Names that links may join besides devices."""
     contention: float = 0.0
-    """By what share everything takes longer while all devices compute at the same time, as where
-    they share a core's units or a memory bus; while only some do, in proportion."""
+    """By what share everything takes longer for each further device that computes at the same time,
+    as where devices share a core's units or a memory bus. A device's own slots do not count: what
+    its ops take is as they run there side by side."""
 
     def __post_init__(self) -> None:
         if not self.devices:

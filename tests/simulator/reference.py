@@ -266,17 +266,17 @@ class Reference:
         return self.out
 
     def stretch(self) -> None:
-        """Contention: time passes more slowly the more servers are busy."""
+        """Contention: time passes more slowly the more devices are busy."""
         out = self.out
-        share = self.problem.cluster.contention / max(1, len(self.servers) - 1)
-        spans = [(start, out.op_end[op]) for op, start in out.op_start.items()]
-        times = sorted({time for span in spans for time in span})
+        share = self.problem.cluster.contention
+        spans = [(start, out.op_end[op], self.device[op]) for op, start in out.op_start.items()]
+        times = sorted({*out.op_start.values(), *out.op_end.values()})
 
         def stretched(time: float) -> float:
             shared = 0.0
             for begin, end in itertools.pairwise(times):
-                busy = sum(start <= begin < stop for start, stop in spans)
-                shared += max(0.0, min(time, end) - begin) * max(0, busy - 1)
+                busy = {device for start, stop, device in spans if start <= begin < stop}
+                shared += max(0.0, min(time, end) - begin) * max(0, len(busy) - 1)
             return time + share * shared
 
         out.step_seconds = stretched(out.step_seconds)

@@ -33,8 +33,9 @@ def op(name: str, seconds: float, size: int = 0, param_bytes: int = 0) -> Op:
 def best_of_all(problem_seed: int) -> tuple[float, float]:
     """The best step time of all placements that fit, and the lower bound."""
     problem = random_problem(
-        problem_seed, max_ops=10, max_groups=4, max_devices=3, tight_memory=True
-    )
+        problem_seed, max_ops=10, max_groups=4, max_devices=3, tight_memory=True,
+        contention=problem_seed % 2 > 0,
+    )  # fmt: skip
     choices = itertools.product(range(problem.num_devices), repeat=problem.num_groups)
     result = Simulator(problem).run(np.array(list(choices)))
     fitting = result.step_seconds[result.ok]
@@ -51,6 +52,18 @@ def test_critical_path() -> None:
     ops = [op("a", 1), op("b", 2), op("c", 4), op("d", 8)]
     problem = make_problem(ops, [("a", "b"), ("b", "d"), ("a", "c")], uniform_cluster(3))
     assert lower_bounds(problem).critical_path_seconds == 11  # a, b, d
+
+
+def test_work_of_devices_that_slow_each_other_down() -> None:
+    cluster = dataclasses.replace(uniform_cluster(2), contention=0.5)
+    problem = make_problem([op(name, 3) for name in "abcd"], [], cluster)
+    # 6 s on each device at the same time, all of it 1.5 times as long: not just a bound.
+    assert lower_bounds(problem).work_seconds == pytest.approx(9)
+    assert Simulator(problem).run([[0, 0, 1, 1]]).step_seconds == pytest.approx(9)
+    # So much that one at a time is better.
+    cluster = dataclasses.replace(cluster, contention=3.0)
+    problem = dataclasses.replace(problem, cluster=cluster)
+    assert lower_bounds(problem).work_seconds == pytest.approx(12)
 
 
 def test_work_is_spread_over_equal_devices() -> None:

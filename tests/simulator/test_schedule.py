@@ -129,12 +129,18 @@ def test_devices_that_compute_at_the_same_time_slow_each_other_down() -> None:
     row = np.array([result.placement.devices])
     assert Simulator(result.problem).run(row).step_seconds.tolist() == [9]
     assert result.critical_path[-1].end == 9
-    # Of three devices two that are busy slow each other down by half of it.
+    # A third device that is idle changes nothing; one that computes slows down the others as much.
     three = replace(uniform_cluster(3), contention=0.5)
-    assert timeline(ops, edges, three, devices).step_seconds == 8
-    # One at a time, there is nobody to be slowed down by.
+    assert timeline(ops, edges, three, devices).step_seconds == 9
+    more = [*ops, op("third", 100)]
+    spread = timeline(more, edges, three, {**devices, "third": 2})
+    # One busy device more: 3 s of two (a, and left while a's result is sent), 4 s of three.
+    assert spans(spread)["last"][1] == 3 * 1.5 + 4 * 2
+    # One at a time, there is nobody to be slowed down by; nor by the device's own slots.
     alone = dict.fromkeys(devices, 0)
     assert timeline(ops, edges, cluster, alone).step_seconds == 11
+    slots = replace(uniform_cluster(2, slots=2), contention=0.5)
+    assert timeline(ops, edges, slots, alone).step_seconds == 7
 
 
 def test_diamond_on_two_devices() -> None:

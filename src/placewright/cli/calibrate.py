@@ -104,6 +104,7 @@ def calibrate(
             )
             found.save(output, program.graph)
             problem, pace = found.problem(problem), found.pace
+            fitted_to = list(found.fitted_to)
         facts["links"] = [
             {
                 "name": link.name,
@@ -117,6 +118,7 @@ def calibrate(
             }
             for link in problem.cluster.links
         ]
+        facts["contention"] = problem.cluster.contention
         if check:
             say("measuring fresh placements ...")
             # Other ones than those the costs were fitted to, single devices among them.
@@ -155,6 +157,8 @@ def _print(facts: dict[str, Any], output: str | None, result: Fidelity | None) -
             f"{common.escaped(link['name'])}: {common.format_seconds(link['latency_seconds'])} + "
             f"{common.format_bytes(link['bandwidth'])}/s, {overhead} of a busy core per transfer"
         )
+    if facts["contention"]:
+        say(f"each further device that computes slows all down by {facts['contention']:.0%}")
     if output is not None:
         say(f"costs written to {common.escaped(output)}; use them with --costs")
     if result is not None:

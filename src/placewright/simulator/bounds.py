@@ -54,8 +54,8 @@ def lower_bounds(problem: Problem) -> LowerBounds:
         memory = np.inf
     return LowerBounds(
         critical_path_seconds=path_seconds,
-        work_seconds=work,
-        memory_seconds=memory,
+        work_seconds=_contended(problem, work),
+        memory_seconds=_contended(problem, memory),
         forced_out_of_memory=reason,
     )
 
@@ -90,6 +90,22 @@ def _longest_paths(
             begin[user[i]] = end
             before[user[i]] = producer[i]
     return begin + seconds, before
+
+
+def _contended(problem: Problem, seconds: float) -> float:
+    """The bound where devices slow each other down, from what it is where they do not.
+
+    A step that takes T without contention takes longer by a share of the time that devices are busy
+    beside others. That is at least the time they are busy, were all work done where it takes least,
+    less T.
+    """
+    if np.isinf(seconds):
+        return seconds
+    share = min(1.0, problem.cluster.contention)
+    slots = np.array([device.kind.slots for device in problem.cluster.devices])
+    busy = problem.group_seconds / slots[:, np.newaxis]
+    least = np.where(problem.allowed.T, busy, np.inf).min(axis=0).sum()
+    return max(seconds, (1 - share) * seconds + share * float(least) * (1.0 - _ROUNDING))
 
 
 def _balanced(problem: Problem, allowed: BoolArray, needs: FloatArray | None) -> float:

@@ -127,7 +127,7 @@ class Simulator:
         scratch = self._borrowed()
         simulate(self._tables, scratch, placements, np.arange(1), results, log)
         sent, changes = log.counts
-        stretched = _stretching(log, self._tables.contention)
+        stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
         recording = Recording(
             step_seconds=float(op_end.max()),
@@ -188,17 +188,22 @@ class Simulator:
         return int(failing[0]) if failing.size else -1
 
 
-def _stretching(log: Log, contention: float) -> Callable[[FloatArray], FloatArray]:
-    """Turns the kernel's times, which know no contention, into those of the step."""
-    if not contention:
+def _stretching(log: Log, tables: Tables) -> Callable[[FloatArray], FloatArray]:
+    """Turns the kernel's times, which know no contention, into those of the step. The sums are in
+    another order than the kernel's: they agree but for the last bits."""
+    if not tables.contention:
         return lambda seconds: seconds
-    times = np.concatenate([log.op_start, log.op_end])
-    order = np.argsort(times, kind="stable")
-    times = times[order]
-    busy = np.cumsum(np.repeat([1, -1], len(log.op_start))[order])
+    times = np.unique(np.concatenate([log.op_start, log.op_end]))
+    devices = tables.server_device[log.op_server]
+    busy = np.zeros(len(times))
+    for device in np.unique(devices):
+        mine = devices == device
+        begun = np.searchsorted(np.sort(log.op_start[mine]), times, side="right")
+        ended = np.searchsorted(np.sort(log.op_end[mine]), times, side="right")
+        busy += begun > ended
     shared = np.zeros(len(times))
     np.cumsum(np.diff(times) * np.maximum(busy[:-1] - 1, 0), out=shared[1:])
-    return lambda seconds: seconds + contention * np.interp(seconds, times, shared)
+    return lambda seconds: seconds + tables.contention * np.interp(seconds, times, shared)
 
 
 def _simulator(problem: Problem, threads: int) -> Simulator:
@@ -320,7 +325,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
         num_queues=sum(slots) + len(cluster.routes.channel_names),
-        contention=cluster.contention / max(1, sum(slots) - 1),
+        contention=cluster.contention,
     )
     _check_seconds(tables)
     return tables
@@ -350,6 +355,6 @@ def _check_seconds(tables: Tables) -> None:
             * tables.use_bytes.sum()
             * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
         )
-        longest *= 1 + tables.contention * len(tables.server_device)
+        longest *= 1 + tables.contention * devices
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

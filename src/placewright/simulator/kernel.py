@@ -104,7 +104,7 @@ class Tables(NamedTuple):
     """[D] bytes"""
     num_queues: int
     contention: float
-    """By what share everything takes longer for each server that is busy besides the first."""
+    """By what share everything takes longer for each device that is busy besides the first."""
 
 
 class Scratch(NamedTuple):
@@ -122,6 +122,8 @@ class Scratch(NamedTuple):
     """[D] bytes"""
     limit: Ints
     """[D] bytes; without limit once a device has run out."""
+    working: Ints
+    """[D] how many servers of each device are busy; all 0 after a placement."""
     free_at: Floats
     """[Q] when the last in each queue ends. Here and below, one that stays empty makes Q even."""
     head_end: Floats
@@ -158,6 +160,7 @@ class Scratch(NamedTuple):
             used=np.zeros(devices, dtype=np.int64),
             peak=np.zeros(devices, dtype=np.int64),
             limit=np.zeros(devices, dtype=np.int64),
+            working=np.zeros(devices, dtype=np.int64),
             free_at=np.zeros(queues),
             head_end=np.zeros(queues),
             late=np.zeros(queues),
@@ -332,7 +335,7 @@ def simulate(
     hops = UINT(routes.size // latency.size)
     no_entry = UINT(entries.size - 1)
     free = scratch.free[0]
-    contention = tables.contention
+    contention, working = tables.contention, scratch.working
 
     for row in rows:
         runs = True
@@ -352,7 +355,7 @@ def simulate(
             head_end[i] = np.inf
             late[i] = 0.0
         now = 0.0
-        # All that happens while several servers are busy takes longer by the same share, so what
+        # All that happens while several devices are busy takes longer by the same share, so what
         # comes after what does not depend on it: it is enough to sum up these times.
         busy = 0
         shared = 0.0
@@ -391,7 +394,8 @@ def simulate(
                 entries[no_entry if idle else tail[server]].next = entry
                 tail[server] = entry
                 if idle:
-                    busy += 1
+                    working[device] += 1
+                    busy += working[device] == 1
                     head[server] = entry
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
@@ -441,7 +445,6 @@ def simulate(
 
             if queue < num_servers:  # an op ends
                 op = item
-                busy -= last
                 if log is not None:
                     # Known only now, where transfers have held it up.
                     log.op_end[op] = now
@@ -450,6 +453,9 @@ def simulate(
                 entries[entry].next = free
                 free = entry
                 device = server_device[queue]
+                if last:
+                    working[device] -= 1
+                    busy -= working[device] == 0
                 # Ops come up in about the order of their numbers, but not near enough for the
                 # processor to see it. Waiting for memory took a quarter of the time of large
                 # graphs. An op's state is needed first, by those whose outputs it takes.
