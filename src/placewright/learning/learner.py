@@ -160,6 +160,7 @@ class Learner(Placer):
         self._warm = not config.warm_start
         self.updates = 0
         self._norm = 0.0
+        self._entropy = math.nan
         self._skipped = 0
         self._metrics: list[dict[str, float]] = []
         self._begin(problem)
@@ -357,7 +358,7 @@ class Learner(Placer):
         """All K samples are answered: improve the policy."""
         batch = self.batch()
         measurements = [answer for answer in self._answers if answer is not None]
-        norm, self._skipped = 0.0, 0
+        norm, self._skipped, self._entropy = 0.0, 0, math.nan
         if bool(batch.used_K.any()):
             for _ in range(self.config.epochs):
                 gradients = self.gradients(batch)
@@ -365,7 +366,7 @@ class Learner(Placer):
                 self.apply(gradients)
             if self.config.polish and self.config.imitation:
                 self._imitate(self.config.imitation_steps)
-        self.finish(batch, measurements, norm)
+        self.finish(measurements, norm)
 
     def batch(self) -> Batch:
         """What was sampled and what came of it, as the update sees it; moves the baseline."""
@@ -409,6 +410,7 @@ class Learner(Placer):
                 best = torch.stack([self._actions(devices) for devices in elites])
                 actions = torch.cat([actions, best.to(actions.device)])
             logp_KG, entropy_KG = self.policy.score(self._x, actions)
+            self._entropy = float(entropy_KG[:samples].detach().mean())
             loss = self._policy_loss(batch, logp_KG[:samples])
             loss = loss - self._entropy_weight() * entropy_KG[:samples][batch.used_K].mean()
             if elites:
@@ -447,19 +449,17 @@ class Learner(Placer):
         with _one_thread():
             self.updater.apply(gradients)
 
-    def finish(self, batch: Batch, measurements: Sequence[Measurement], norm: float) -> None:
+    def finish(self, measurements: Sequence[Measurement], norm: float) -> None:
         """Ends an update: records what a watcher wants to see, and makes way for the next."""
         self.updates += 1
         times = [m.mean_seconds for m in measurements if m.ok]
-        with _one_thread(), torch.no_grad():
-            _, entropy_KG = self.policy.score(self._x, batch.actions_KG[:1])
         self._metrics.append(
             {
                 "update": self.updates,
                 "reward_mean": float(np.mean([self._reward(m) for m in measurements])),
                 "step_seconds_mean": float(np.mean(times)) if times else math.nan,
                 "step_seconds_best": self._elites[0].seconds if self._elites else math.nan,
-                "entropy": float(entropy_KG.mean()),
+                "entropy": self._entropy,
                 "gradient_norm": norm,
                 "skipped_steps": self._skipped,
                 "baseline": math.nan if self._baseline is None else self._baseline,
@@ -643,7 +643,8 @@ def _failing_seconds(problem: Problem) -> float:
     graph, routes = problem.graph, problem.cluster.routes
     sendings = (graph.num_tensors + graph.num_ops) * float(routes.latency_seconds.max())
     sendings += float(graph.tensor_bytes.sum()) * float(routes.seconds_per_byte.max())
-    return max(float(finite.max(axis=0).sum()) + (problem.num_devices - 1) * sendings, 1e-9)
+    longest = float(finite.max(axis=0).sum()) + (problem.num_devices - 1) * sendings
+    return max(longest * (1 + problem.cluster.contention), 1e-9)
 
 
 def _shape(problem: Problem) -> tuple[object, ...]:

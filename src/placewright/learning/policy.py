@@ -340,7 +340,7 @@ class Policy(nn.Module):
         h = e.last_H.expand(count, -1)
         c = e.cell_H.expand(count, -1)
         last = torch.full((count,), devices, device=where)
-        actions, logps = [], []
+        actions, all_logits = [], []
         for g in range(groups):
             gates = torch.addmm(e.projected_D4H[last], h, w_last).add_(e.projected_G4H[g])
             h, c, _, _ = _lstm_cell(gates, c)
@@ -358,8 +358,10 @@ class Policy(nn.Module):
             if self.config.running:
                 running.place(g, last)
             actions.append(last)
-            logps.append(torch.log_softmax(logits, dim=1).gather(1, last[:, None])[:, 0])
-        return torch.stack(actions, dim=1), torch.stack(logps, dim=1)
+            all_logits.append(logits)
+        actions_KG = torch.stack(actions, dim=1)
+        logp_KGD = torch.log_softmax(torch.stack(all_logits, dim=1), dim=2)
+        return actions_KG, logp_KGD.gather(2, actions_KG[..., None])[..., 0]
 
     # --- files -----------------------------------------------------------------------------------
 
