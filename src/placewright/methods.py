@@ -96,6 +96,11 @@ TEACHERS = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf")
 take seconds are not among them."""
 
 
+POLISH_BY_TIME = 1500
+"""What `polish` is where time counts and not trials: an update takes about as long as it takes to
+simulate so many placements of a model with a few thousand ops."""
+
+
 def _learned(settings: Settings) -> Placer:
     check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
@@ -106,6 +111,8 @@ def _learned(settings: Settings) -> Placer:
     preset = PRESETS[settings.name]
     if not settings.cheap:
         preset = replace(preset, polish=0)
+    elif preset.polish and settings.trials is None:
+        preset = replace(preset, polish=POLISH_BY_TIME)
     if settings.policy is not None:
         # It was trained already; its best guess comes first, and imitating others could only spoil
         # it. Who wants that can say so.
