@@ -231,10 +231,7 @@ def _one_thread() -> Iterator[None]:
 def side_by_side(
     function: Callable[[Case], Made], cases: Sequence[Case], jobs: int
 ) -> Iterator[Made]:
-    """The function of each case, in a process of its own with one thread, in the order in which
+    """The function of each case, in `jobs` processes with one thread each, in the order in which
     they end."""
-    with (
-        _one_thread(),
-        multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool,
-    ):
+    with _one_thread(), multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(function, cases, chunksize=1)
