@@ -1,10 +1,12 @@
 """What each method finds on the benchmark models, and how far from optimal on small problems.
 
     python -m benchmarks.placers                       # the table, about 35 minutes on 2 cores
+    python -m benchmarks.placers --methods auto        # only some of its lines anew
     python -m benchmarks.placers --models rnnlm --seconds 20 --no-write
 
-Writes `results/placers/placers.csv` (a line for each model, cluster, method and seed), `exact.csv`
-(small problems, `auto` against the optimum) and a README.md with the tables and what made them.
+After each model and cluster, writes `results/placers/placers.csv` (a line for each model, cluster,
+method and seed); at the end `exact.csv` (small problems, `auto` against the optimum) and a
+README.md with the tables and what made them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import CLUSTERS, MODELS, Row, made_by, marked, write_csv
+from benchmarks.common import CLUSTERS, MODELS, Row, made_by, marked, merge_csv, read_csv, write_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem
 from placewright import methods as registry
@@ -38,30 +40,47 @@ trials, in `benchmarks.learning`."""
 
 def main() -> None:
     options = _options()
-    rows = []
+    rows: list[Row] = []
     for model in options.models:
         graph = load(model)
         for cluster in options.clusters:
             problem = make_problem(graph, Cluster.load(cluster))
-            rows += measure(problem, options.seconds, options.seeds)
+            rows += measure(problem, options.seconds, options.seeds, options.methods)
+            if not options.no_write:
+                path = RESULTS / "placers.csv"
+                rows = merge_csv(path, rows, "model", "cluster", "method", "seed")
+                rows.sort(key=_order)
+                write_csv(path, rows)
     print(model_table(rows))
-    optima = [] if options.no_exact else against_the_optimum()
-    if optima:
+    optima: Sequence[Row] = read_csv(RESULTS / "exact.csv")
+    if not options.no_exact:
+        optima = against_the_optimum()
         print(optimum_text(optima))
     if not options.no_write:
+        write_csv(RESULTS / "exact.csv", optima)
         write(rows, optima, options.seconds)
 
 
-def measure(problem: Problem, seconds: float, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def _order(row: Row) -> tuple[int, int, int, int]:
+    return (
+        MODELS.index(row["model"]),
+        CLUSTERS.index(row["cluster"]),
+        (*METHODS, "auto").index(row["method"]),
+        int(row["seed"]),
+    )
+
+
+def measure(
+    problem: Problem, seconds: float, seeds: Sequence[int], methods: Sequence[str]
+) -> list[Row]:
     """Every method on its own, those that search with the same time as `auto`.
 
     `auto` runs once per seed, the others once: the one-shot methods are deterministic.
     """
-    rows = []
-    for name, seed in [
-        *((method, seeds[0]) for method in METHODS),
-        *(("auto", seed) for seed in seeds),
-    ]:
+    rows: list[Row] = []
+    for name, seed in itertools.product(methods, seeds):
+        if name != "auto" and seed != seeds[0]:
+            continue
         result = run(problem, registry.parse(name), Budget(seconds=seconds), seed=seed)
         failed = next((m.best for m in result.methods if m.best is not None), None)
         rows.append(
@@ -177,12 +196,19 @@ def model_table(rows: Sequence[Row]) -> str:
         auto = statistics.fmean(float(r["step_seconds"]) for r in mine if r["method"] == "auto")
         gains.append(f"{100 * (min(others) / auto - 1):.0f}%" if others else "")
     lines.append("| gain over the best of expert, scotch, mincut | " + " | ".join(gains) + " |")
+    against = []
+    for case in cases:
+        mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["step_seconds"] != ""]
+        auto = statistics.fmean(float(r["step_seconds"]) for r in mine if r["method"] == "auto")
+        best = min(float(r["step_seconds"]) for r in mine if r["method"] != "auto")
+        against.append(f"{100 * (best / auto - 1):+.2f}%")
+    lines.append("| gain over the best of all | " + " | ".join(against) + " |")
     return "\n".join(lines)
 
 
-def optimum_text(optima: Sequence[dict[str, Any]]) -> str:
-    worst = max(row["excess_percent"] for row in optima)
-    exact = sum(row["excess_percent"] == 0 for row in optima)
+def optimum_text(optima: Sequence[Row]) -> str:
+    excesses = [float(row["excess_percent"]) for row in optima]
+    worst, exact = max(excesses), excesses.count(0.0)
     return (
         f"On {len(optima)} random problems small enough to try every placement, `auto` (without "
         f"`exact`, trying a tenth of them) found the optimum in {exact}; the worst was "
@@ -190,10 +216,7 @@ def optimum_text(optima: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def write(rows: Sequence[dict[str, Any]], optima: Sequence[dict[str, Any]], seconds: float) -> None:
-    for name, table in (("placers.csv", rows), ("exact.csv", optima)):
-        if table:
-            write_csv(RESULTS / name, table)
+def write(rows: Sequence[Row], optima: Sequence[Row], seconds: float) -> None:
     text = [
         "# Placers on the benchmark models",
         "",
@@ -202,7 +225,8 @@ def write(rows: Sequence[dict[str, Any]], optima: Sequence[dict[str, Any]], seco
         "",
         marked("placers", model_table(rows)),
         "",
-        *([optimum_text(optima), ""] if optima else []),
+        optimum_text(optima),
+        "",
         made_by(),
     ]
     (RESULTS / "README.md").write_text("\n".join(text) + "\n")
@@ -212,6 +236,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--clusters", nargs="+", default=CLUSTERS)
+    parser.add_argument("--methods", nargs="+", default=[*METHODS, "auto"])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--no-exact", action="store_true")
