@@ -45,10 +45,12 @@ def main() -> None:
         graph = load(model)
         for cluster in options.clusters:
             problem = make_problem(graph, Cluster.load(cluster))
-            rows += measure(problem, options.seconds, options.seeds, options.methods)
-            if not options.no_write:
+            found = measure(problem, options.seconds, options.seeds, options.methods)
+            if options.no_write:
+                rows += found
+            else:
                 path = RESULTS / "placers.csv"
-                rows = merge_csv(path, rows, "model", "cluster", "method", "seed")
+                rows = merge_csv(path, found, "model", "cluster", "method", "seed")
                 rows.sort(key=_order)
                 write_csv(path, rows)
     print(model_table(rows))

@@ -323,13 +323,14 @@ def test_many_ops() -> None:
 
 def test_compiles_once_for_all_problems() -> None:
     for seed in range(8):
-        problem = pickle.loads(pickle.dumps(random_problem(seed)))
+        made = random_problem(seed, contention=seed % 2 > 0)
+        problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
         placement = Placement.of(problem, [0] * problem.num_groups)
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    assert len(kernel.signatures) == 2  # with a log and without
+    assert len(kernel.signatures) == 4  # with a log and without, with contention and without
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

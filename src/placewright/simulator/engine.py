@@ -125,7 +125,7 @@ class Simulator:
         results = Results.of(1, self.problem.num_devices)
         log = Log.of(self._tables)
         scratch = self._borrowed()
-        simulate(self._tables, scratch, placements, np.arange(1), results, log)
+        simulate(self._tables, scratch, placements, np.arange(1), results, log, self._working())
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
@@ -153,10 +153,14 @@ class Simulator:
 
     def _simulate(self, placements: IndexArray, rows: IntArray, results: Results) -> None:
         scratch = self._borrowed()
-        simulate(self._tables, scratch, placements, rows, results, None)
+        simulate(self._tables, scratch, placements, rows, results, None, self._working())
         # Kept for the next call: the system would have to clear fresh memory page by page, which
         # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)
+
+    def _working(self) -> IntArray | None:
+        devices = self.problem.num_devices
+        return np.zeros(devices, dtype=np.int64) if self._tables.contention else None
 
     def _borrowed(self) -> Scratch:
         try:

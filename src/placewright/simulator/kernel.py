@@ -122,8 +122,6 @@ class Scratch(NamedTuple):
     """[D] bytes"""
     limit: Ints
     """[D] bytes; without limit once a device has run out."""
-    working: Ints
-    """[D] how many servers of each device are busy; all 0 after a placement."""
     free_at: Floats
     """[Q] when the last in each queue ends. Here and below, one that stays empty makes Q even."""
     head_end: Floats
@@ -160,7 +158,6 @@ class Scratch(NamedTuple):
             used=np.zeros(devices, dtype=np.int64),
             peak=np.zeros(devices, dtype=np.int64),
             limit=np.zeros(devices, dtype=np.int64),
-            working=np.zeros(devices, dtype=np.int64),
             free_at=np.zeros(queues),
             head_end=np.zeros(queues),
             late=np.zeros(queues),
@@ -301,10 +298,13 @@ def simulate(
     rows: IntArray,
     results: Results,
     log: Log | None,
+    working: Ints | None,
 ) -> None:
     """Simulates these rows of `placements` and fills in these rows of `results`.
 
-    numba compiles it twice: without a log, and with one for timelines.
+    `working` has room for how many servers of each device are busy, all 0; None where there is no
+    contention. numba compiles this anew for what is None: without a log, and with one for
+    timelines; without contention, where counting would take a twentieth of the time, and with it.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
@@ -335,7 +335,7 @@ def simulate(
     hops = UINT(routes.size // latency.size)
     no_entry = UINT(entries.size - 1)
     free = scratch.free[0]
-    contention, working = tables.contention, scratch.working
+    contention = tables.contention
 
     for row in rows:
         runs = True
@@ -394,8 +394,9 @@ def simulate(
                 entries[no_entry if idle else tail[server]].next = entry
                 tail[server] = entry
                 if idle:
-                    working[device] += 1
-                    busy += working[device] == 1
+                    if working is not None:
+                        working[device] += 1
+                        busy += working[device] == 1
                     head[server] = entry
                     head_end[server] = end
                     for j in range(ops[op].own, ops[op + 1].own):
@@ -432,9 +433,10 @@ def simulate(
                 queue = earlier if less else queue
             if least == _INFINITY_BITS:
                 break
-            if busy > 1:
-                shared += (head_end[queue] - now) * (busy - 1)
+            since = now
             now = head_end[queue]
+            if working is not None:
+                shared += (now - since) * max(busy - 1, 0)
             num_ready = UINT(0)
             entry = head[queue]
             item = entries[entry].item
@@ -453,9 +455,9 @@ def simulate(
                 entries[entry].next = free
                 free = entry
                 device = server_device[queue]
-                if last:
-                    working[device] -= 1
-                    busy -= working[device] == 0
+                if working is not None:
+                    working[device] -= last
+                    busy -= last and working[device] == 0
                 # Ops come up in about the order of their numbers, but not near enough for the
                 # processor to see it. Waiting for memory took a quarter of the time of large
                 # graphs. An op's state is needed first, by those whose outputs it takes.
@@ -557,7 +559,9 @@ def simulate(
                     _hold_up(target, work, first_server, free_at, head_end, late)
                 _release(memory, buffer, device, num_devices, now, log)
 
-        results.step_seconds[row] = now + contention * shared
+        results.step_seconds[row] = now
+        if working is not None:
+            results.step_seconds[row] += contention * shared
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
     scratch.free[0] = free
