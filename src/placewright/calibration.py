@@ -343,7 +343,7 @@ def fit(
     starts += [
         Correction(gap=gap, overhead=overhead, overhead_bytes=share, contention=contention)
         for gap, overhead, share in _STARTS
-        for contention in {problem.cluster.contention: None, 0.0: None}
+        for contention in dict.fromkeys((problem.cluster.contention, 0.0))
     ]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
     for factor in _STEPS:
