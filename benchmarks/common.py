@@ -180,7 +180,7 @@ def run_search(
     SimulatedEvaluator(problem).evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     placers = methods.make(
         names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials, learner=settings,
-        policy=policy,
+        policy=policy, noise=evaluator.noise,
     )  # fmt: skip
     curve: list[Point] = []
 

@@ -66,7 +66,7 @@ def check(
     passes: int = 2,
     config: RunConfig | None = None,
 ) -> list[dict[str, Any]]:
-    """Calibrates on `fit` placements, then measures fresh ones, in two passes or (in half the time,
+    """Calibrates on `fit` placements, then measures fresh ones, in several passes or (in less time,
     but without knowing how well measurements agree with themselves) one."""
     program = load_program(model, scale="small")
     problem = make_problem(program.graph, Cluster.load(cluster))
@@ -85,18 +85,14 @@ def check(
         # Mixed, so that the machine's moods do not hit one kind alone.
         mixed = list(kinds)
         np.random.default_rng(0).shuffle(mixed)
-        if passes == 2:
-            ran, result = calibration.check(sets, runner, mixed, found.pace)
-        else:
-            once, _ = calibration.in_turns(sets, runner, mixed, found.pace)
-            ran, result = calibration.fidelity(sets, once, once)
+        ran, result = calibration.check(sets, runner, mixed, found.pace, passes=passes)
     return [
         {
             "model": model,
             "kind": kinds[placement],
             "predicted_seconds": predicted,
             "first_seconds": first,
-            "second_seconds": second if passes == 2 else "",
+            "second_seconds": second if passes > 1 else "",
             "raw_seconds": raw,
         }
         for placement, predicted, first, second, raw in zip(
@@ -116,7 +112,7 @@ def fresh(
         (placer,) = registry.make([name], problem)
         for placement in placer.ask(problem.num_devices):
             found.setdefault(of_sets(placement, problem, sets), name)
-    best = run(problem, ["local-search"], Budget(seconds=10.0))
+    best = run(problem, ["local-search"], Budget(seconds=5.0))
     found.setdefault(of_sets(best.placement, problem, sets), "best")
     found = {p: kind for p, kind in found.items() if p.devices.tobytes() not in known}
     missing = max(0, count - len(found))
@@ -210,7 +206,7 @@ def write(rows: Sequence[Row], load: float) -> None:
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
 {FIT} placements, single devices and what HEFT proposes, and checked on others. Times are scaled by
 how fast a reference was just then, against when the model was calibrated, but for the column that
-says so; of each run the lower quartile of the steps counts. {made_by()}
+says so. The last column compares the passes of measuring, half with half. Of each run the lower quartile of the steps counts. {made_by()}
 Other load at the start: {load:.1f}.
 """,
         encoding="utf-8",
@@ -222,7 +218,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cluster", default="cpu2")
     parser.add_argument("--placements", type=int, default=44)
-    parser.add_argument("--passes", type=int, choices=(1, 2), default=2, help="of measuring them")
+    parser.add_argument("--passes", type=int, default=4, help="of measuring them")
     parser.add_argument("--no-write", action="store_true", help="only print")
     return parser.parse_args()
 

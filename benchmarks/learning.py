@@ -120,7 +120,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         row["final_largest_share"] = f"{max(work_shares(problem, final)):.3f}"
     if noise is not None:
         # As after real runs: the luckiest of many is not the best, so the best play a final.
-        finalists = [*evaluator.best(10), *([final] if final is not None else [])]
+        finalists = [*evaluator.best(10), *searched.placers[-1].favourites()]
+        finalists += [] if final is None else [final]
         times = [
             [m.mean_seconds for m in evaluator.evaluate([placement] * 20) if m.ok]
             for placement in finalists
@@ -319,8 +320,8 @@ def table(rows: Iterable[dict[str, str]], column: str) -> str:
 
 
 def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]) -> str:
-    """The true time of what the noisy runs answered (the best of a final among the ten fastest and
-    the policy's likeliest), against the best of the same runs without noise, by seeds."""
+    """The true time of what the noisy runs answered (the best of a final among the ten fastest,
+    those the learner holds for the best, and the policy's likeliest), against the best of the same runs without noise, by seeds."""
     lines = [
         "| | case | trials | without noise | with | excess, mean | worst seed |",
         "|---|---|---:|---:|---:|---:|---:|",

@@ -47,7 +47,7 @@ def judged(problem: Problem, placements: list[Placement], seconds: Sequence[floa
         placement: Timed(steps=[float(each)], factor=1.0)
         for placement, each in zip(placements, seconds, strict=True)
     }
-    return fidelity(problem, steps, steps)[1]
+    return fidelity(problem, [steps, steps])[1]
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def run(
     chosen = registry.make(
         methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
         learner=learner, policy=policy,
-        cheap=evaluator.cheap,
+        cheap=evaluator.cheap, noise=evaluator.noise,
     )  # fmt: skip
     if team is not None:
         chosen = team.distributed(chosen)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -593,11 +594,12 @@ class Fidelity:
 
     predicted: tuple[float, ...]
     first: tuple[float, ...]
-    """As measured in a first pass over all placements."""
+    """As measured in a first pass over all placements; the mean of every second one, if there were
+    several."""
     second: tuple[float, ...]
-    """And in another one after it."""
+    """And in another one after it, or the mean of the others."""
     raw: tuple[float, ...]
-    """The mean of both as they were, not scaled by how fast the machine was just then."""
+    """The mean of all as they were, not scaled by how fast the machine was just then."""
 
     @property
     def measured(self) -> tuple[float, ...]:
@@ -635,20 +637,20 @@ class Fidelity:
 
 
 def fidelity(
-    problem: Problem, first: Mapping[Placement, Timed], second: Mapping[Placement, Timed]
+    problem: Problem, passes: Sequence[Mapping[Placement, Timed]]
 ) -> tuple[list[Placement], Fidelity]:
-    """How the problem's costs predict two passes over the same placements; of those that ran in
-    both."""
-    placements = [placement for placement in first if placement in second]
+    """How the problem's costs predict several passes over the same placements; of those that ran in
+    all. A single pass counts as both halves."""
+    placements = [p for p in passes[0] if all(p in times for times in passes)]
     if not placements:
         raise CostsError("none of the placements ran, so there is nothing to compare")
     rows = np.stack([placement.devices for placement in placements])
     predicted = Simulator(problem).run(rows).step_seconds
     return placements, Fidelity(
         predicted=tuple(predicted.tolist()),
-        first=tuple(first[p].seconds for p in placements),
-        second=tuple(second[p].seconds for p in placements),
-        raw=tuple((first[p].raw_seconds + second[p].raw_seconds) / 2 for p in placements),
+        first=tuple(fmean(t[p].seconds for t in passes[::2]) for p in placements),
+        second=tuple(fmean(t[p].seconds for t in passes[1::2] or passes) for p in placements),
+        raw=tuple(fmean(t[p].raw_seconds for t in passes) for p in placements),
     )
 
 
@@ -657,12 +659,20 @@ def check(
     runner: TensorFlowRunner,
     placements: Sequence[Placement],
     pace: Pace | None = None,
+    *,
+    passes: int = 2,
 ) -> tuple[list[Placement], Fidelity]:
-    """Measures the placements, all of them twice, the second time backwards: what is close together
-    in one pass has little in common with it in the other. With the `pace` of a calibration, times
-    are as if the machine were as fast as it was then."""
-    first, pace = in_turns(problem, runner, placements, pace)
-    return fidelity(problem, first, in_turns(problem, runner, list(first)[::-1], pace)[0])
+    """Measures the placements, all of them twice or more often, every second time backwards: what
+    is close together in one pass has little in common with it in the other. With the `pace` of a
+    calibration, times are as if the machine were as fast as it was then."""
+    made: list[Mapping[Placement, Timed]] = []
+    for _ in range(passes):
+        times, pace = in_turns(problem, runner, placements, pace)
+        placements = list(times)[::-1]
+        made.append(times)
+        if not times:
+            break
+    return fidelity(problem, made)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:

@@ -61,6 +61,8 @@ class Settings:
     """Settings of the learned methods, `name=value` each (`learning.config.LearnerConfig`)."""
     cheap: bool = True
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
+    noise: float = 0.0
+    """How much two times of the same placement differ (`Evaluator.noise`)."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
@@ -109,7 +111,9 @@ def _learned(settings: Settings) -> Placer:
     from placewright.learning.policy import Policy
 
     preset = PRESETS[settings.name]
-    if not settings.cheap:
+    if settings.noise and preset.elites:  # not the published method, which takes times as they are
+        preset = replace(preset, noise=settings.noise)
+    if not settings.cheap or settings.noise:  # a local search would only collect lucky times
         preset = replace(preset, polish=0)
     elif preset.polish and settings.trials is None:
         preset = replace(preset, polish=POLISH_BY_TIME)
@@ -197,7 +201,7 @@ METHODS: dict[str, Method] = {
 
 AUTO = (
     "single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct", "exact",
-    "local-search", "ppo",
+    "ppo", "local-search",
 )  # fmt: skip
 AUTO_SUMMARY = "every method but random and reinforce, each told what the ones before it found"
 
@@ -244,12 +248,13 @@ def make(
     learner: Sequence[str] = (),
     policy: str | Path | None = None,
     cheap: bool = True,
+    noise: float = 0.0,
 ) -> list[Placer]:
     """The placers of these names, in order."""
     if not 0 <= seed < 2**31:  # what all the libraries take
         raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
-        learner=tuple(learner), policy=policy, cheap=cheap,
+        learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
     )  # fmt: skip
     return [METHODS[name].make(replace(settings, name=name)) for name in names]

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from placewright import methods
 from placewright.errors import LearningError
-from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
 from placewright.journal import Journal
 from placewright.learning.config import PPO, REINFORCE, LearnerConfig, configured
@@ -63,7 +64,9 @@ def _weights(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in learner.policy.parameters()])
 
 
-@pytest.mark.parametrize("config", [SMALL, PAPER, replace(SMALL, polish=16, warm_start=3)])
+@pytest.mark.parametrize(
+    "config", [SMALL, PAPER, replace(SMALL, polish=16, warm_start=3), replace(SMALL, noise=0.1)]
+)
 @pytest.mark.parametrize("tiny", tiny_problems(), ids=lambda tiny: tiny.name)
 def test_contract(config: LearnerConfig, tiny: object) -> None:
     problem: Problem = tiny.problem  # type: ignore[attr-defined]
@@ -140,6 +143,39 @@ def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
     assert not torch.equal(_weights(learner), before)
 
 
+def test_where_times_are_noisy_it_finds_better_than_by_believing_them() -> None:
+    """Noise of 10%, and a placement in twenty fails for no reason: by the true times of what each
+    imitates in the end, over several seeds."""
+    problem = _problem(30)
+    exact = SimulatedEvaluator(problem)
+
+    def found(config: LearnerConfig, seed: int) -> float:
+        learner = _learner(problem, config, seed)
+        search([learner], SimulatedEvaluator(problem, Noise(seed=seed)), Budget(trials=800))
+        elites = [elite.placement for elite in learner._elites]
+        if config.noise:
+            assert learner.favourites() == elites
+        return float(np.mean([m.mean_seconds for m in exact.evaluate(elites)]))
+
+    believing = [found(SMALL, seed) for seed in range(3)]
+    smoothing = [found(replace(SMALL, noise=0.1), seed) for seed in range(3)]
+    assert np.mean(smoothing) < np.mean(believing)
+
+
+def test_where_times_are_noisy_a_failure_is_a_bit_worse_than_the_slowest() -> None:
+    learner = _learner(_problem(8), replace(SMALL, noise=0.1, normalise=False))
+    asked = learner.ask(8)
+    answers = [1.0, 1.1, 0.9, 1.2, 1.0, 1.1, 0.9]
+    for placement, seconds in zip(asked, answers, strict=False):
+        ran = Measurement(outcome=Outcome.OK, step_seconds=(seconds,))
+        learner._keep(Trial(placement=placement, measurement=ran, placer="learner"))
+    learner._answers[:] = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in answers]
+    learner._answers.append(Measurement(outcome=Outcome.FAILED, reason="test"))
+    *ran, failed = learner.batch().advantage_K.tolist()
+    assert failed < min(ran)
+    assert failed > min(ran) - (max(ran) - min(ran)) - 1e-6
+
+
 def test_imitation_makes_the_imitated_placement_likelier() -> None:
     problem = _problem(30)
     told = search([RandomPlacement(problem, seed=3)], SimulatedEvaluator(problem), Budget(trials=5))
@@ -212,7 +248,7 @@ def test_clusters_larger_than_the_default_table_have_room() -> None:
     assert len(_learner(problem, SMALL).ask(8)) == 8
 
 
-@pytest.mark.parametrize("config", [SMALL, PAPER])
+@pytest.mark.parametrize("config", [SMALL, PAPER, replace(SMALL, noise=0.1)])
 def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: Path) -> None:
     problem = _problem(30)
 

@@ -23,6 +23,10 @@ class Evaluator(ABC):
     at_a_time: int = 1
     """How many placements to ask it for at a time where each takes long."""
 
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a time between two evaluations of the same placement;
+    0 where they are alike."""
+
     @property
     @abstractmethod
     def problem(self) -> Problem:

@@ -19,6 +19,9 @@ class MeasuredEvaluator(Evaluator):
     """Runs placements one after another on real devices. Closing the runner is the caller's."""
 
     cheap = False
+    noise = 0.03
+    """On two shared cores; `benchmarks/results/fidelity` has what two runs of the same differed
+    by."""
 
     def __init__(self, problem: Problem, runner: TensorFlowRunner) -> None:
         if runner.program.graph != problem.graph:

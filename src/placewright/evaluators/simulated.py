@@ -41,6 +41,7 @@ class SimulatedEvaluator(Evaluator):
     ) -> None:
         self._simulator = Simulator(problem, threads=threads)
         self._noise = noise
+        self.noise = noise.spread if noise else 0.0
         self._rng = np.random.default_rng(noise.seed if noise else 0)
 
     @property

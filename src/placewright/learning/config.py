@@ -42,6 +42,12 @@ class LearnerConfig:
     failures_until: int = 5000
     """After so many updates only placements that ran update the parameters and the baseline: late
     in training a failure is more likely the machine's than the placement's (paper, section 3.1)."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a measured time, where measuring the same placement
+    again gives another. The times of placements that are nearly the same then count together, for
+    the reward as for what is imitated, and a failure is no worse than a bit slower than the slowest
+    of its batch, as it may be the machine's. 0: every time is taken for what it is. Where it is not
+    given, methods take what the evaluator says of itself, but not for `reinforce`."""
     normalise: bool = True
     """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
     against the moving average (the paper's)."""
@@ -98,7 +104,7 @@ class LearnerConfig:
                 raise LearningError(f"learner: {name} must be at least 1, not {value}")
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
-            "imitation", "warm_start", "polish", "imitation_steps", "settled",
+            "imitation", "warm_start", "polish", "imitation_steps", "settled", "noise",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise LearningError(

@@ -25,6 +25,7 @@ from placewright.graph import IndexArray
 from placewright.learning.config import LearnerConfig
 from placewright.learning.features import features
 from placewright.learning.policy import Policy
+from placewright.learning.smoothing import Smoother
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
@@ -176,6 +177,7 @@ class Learner(Placer):
         self._order = torch.from_numpy(seen.order.astype(np.int64))
         self._failing_reward = -math.sqrt(self.config.failing_seconds or _failing_seconds(problem))
         self._elites: list[_Elite] = []
+        self._smoother = Smoother(problem, self.config.noise) if self.config.noise else None
         self.why_not = ""
         self._asked_any = False
         self._novelty = 1.0
@@ -375,6 +377,12 @@ class Learner(Placer):
         answers = [answer for answer in self._answers if answer is not None]
         ran = np.array([answer.ok for answer in answers], dtype=np.bool_)
         rewards = np.array([self._reward(answer) for answer in answers])
+        if self._smoother is not None and ran.any():
+            best = self._smoother.best(max(self.config.elites, 1))
+            self._elites = [_Elite(seconds, placement) for seconds, placement in best]
+            tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
+            rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
+            rewards[~ran] = rewards[ran].min() - rewards[ran].std()
         used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
         advantage = np.zeros(len(rewards))
         if used.any():
@@ -480,18 +488,23 @@ class Learner(Placer):
         """Keeps the best placements seen, whoever proposed them."""
         seconds = trial.measurement.mean_seconds
         most = max(self.config.elites, 1)
-        if not trial.measurement.ok or (
-            len(self._elites) >= most and seconds >= self._elites[-1].seconds
-        ):
-            return
-        if any(elite.placement == trial.placement for elite in self._elites):
+        good = len(self._elites) < most or seconds < self._elites[-1].seconds
+        if not trial.measurement.ok or not (good or self._smoother is not None):
             return
         groups = np.arange(self.problem.num_groups)
         if not self.problem.allowed[groups, trial.placement.devices].all():
             return
+        if self._smoother is not None:
+            self._smoother.add(trial.placement, seconds)
+        if not good or any(elite.placement == trial.placement for elite in self._elites):
+            return
         self._elites.append(_Elite(seconds, trial.placement))
         self._elites.sort(key=lambda elite: elite.seconds)
         del self._elites[most:]
+
+    def favourites(self) -> list[Placement]:
+        """Where times are noisy, the best by all that is known of them and of their like."""
+        return [] if self._smoother is None else [elite.placement for elite in self._elites]
 
     def warm_up(self) -> None:
         """Imitates the best classical placements before the first sample."""
@@ -544,7 +557,10 @@ class Learner(Placer):
             "elites": [[e.seconds, e.placement.devices.tolist()] for e in self._elites],
         }
         recent = torch.tensor(list(self._recent), dtype=torch.int64)
-        return LearnerState(described, {"random": self._random.get_state(), "recent": recent})
+        tensors = {"random": self._random.get_state(), "recent": recent}
+        if self._smoother is not None:
+            tensors |= self._smoother.state()
+        return LearnerState(described, tensors)
 
     def take_state(self, state: LearnerState) -> None:
         described, tensors = state
@@ -558,6 +574,8 @@ class Learner(Placer):
             _Elite(float(seconds), Placement.of(self.problem, devices))
             for seconds, devices in described["elites"]
         ]
+        if self._smoother is not None:
+            self._smoother.take_state(tensors)
         self._polish_left = self.config.polish
 
     def _whole(self, states: Sequence[LearnerState]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -619,7 +637,7 @@ class Learner(Placer):
         try:
             self.policy.take(_part(tensors, "policy/"), path)
             self.updater.restore(_part(tensors, "adam/"), int(described["steps"]))
-            states = [LearnerState(described, {n: tensors[n] for n in ("random", "recent")})]
+            states = [LearnerState(described, {n: t for n, t in tensors.items() if "/" not in n})]
             for number, other in enumerate(described.get("others", ())):
                 states.append(LearnerState(other, _part(tensors, f"others/{number}/")))
             self.take_state(states[0])

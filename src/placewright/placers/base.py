@@ -41,6 +41,11 @@ class Placer(ABC):
         """What came of placements of this problem: those asked for, or those of another placer
         (an earlier method, or the journal of a run that is resumed)."""
 
+    def favourites(self) -> list[Placement]:
+        """What it holds for the best, the best first, where that need not be what was fastest when
+        it was tried."""
+        return []
+
     def continue_under(self, problem: Problem) -> bool:
         """Goes on with the same graph, grouping and devices under other costs, and says so; False
         where a placer made anew does as well, as it does for all that do not learn.

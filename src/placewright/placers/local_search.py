@@ -129,7 +129,6 @@ class LocalSearch(Placer):
 
     name = "local-search"
     endless = True
-    share = 6.0  # by trials a policy learns more, by seconds of simulation this finds more
 
     def __init__(
         self, problem: Problem, config: LocalSearchConfig | None = None, *, seed: int = 0

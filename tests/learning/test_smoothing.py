@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from placewright.evaluators.simulated import Noise, SimulatedEvaluator
+from placewright.learning import smoothing
+from placewright.learning.smoothing import Smoother
+from placewright.placement import Placement
+from placewright.placers.random_placement import RandomPlacement
+from placewright.problem import Problem, make_problem
+from placewright.testing import gpu_boards, layered_graph
+
+
+def _problem() -> Problem:
+    return make_problem(layered_graph(120, 6), gpu_boards(4), target_groups=30)
+
+
+def _neighbours(problem: Problem, count: int) -> list[Placement]:
+    """What a policy that has narrowed down its choice proposes."""
+    rng = np.random.default_rng(0)
+    (base,) = RandomPlacement(problem, seed=5).ask(1)
+    found = []
+    for _ in range(count):
+        devices = base.devices.copy()
+        groups = rng.integers(problem.num_groups, size=6)
+        devices[groups] = rng.integers(problem.num_devices, size=6)
+        allowed = problem.allowed[np.arange(problem.num_groups), devices]
+        found.append(Placement.of(problem, np.where(allowed, devices, base.devices)))
+    return list(dict.fromkeys(found))
+
+
+def test_estimates_are_nearer_to_the_truth_than_measurements_and_choose_better() -> None:
+    problem = _problem()
+    placements = _neighbours(problem, 300)
+    truth = [m.mean_seconds for m in SimulatedEvaluator(problem).evaluate(placements)]
+    noisy = SimulatedEvaluator(problem, Noise(spread=0.1, failure_rate=0.0)).evaluate(placements)
+    smoother = Smoother(problem, 0.1)
+    for placement, measurement in zip(placements, noisy, strict=True):
+        smoother.add(placement, measurement.mean_seconds)
+
+    def error(times: np.ndarray) -> float:
+        return float(np.sqrt(np.mean((np.log(times) - np.log(truth)) ** 2)))
+
+    measured = np.array([m.mean_seconds for m in noisy])
+    assert error(smoother.estimate(placements)) < 0.7 * error(measured)
+    true_seconds = dict(zip(placements, truth, strict=True))
+    chosen = [true_seconds[placement] for _, placement in smoother.best(8)]
+    lucky = np.argsort(measured)[:8]
+    assert np.mean(chosen) < np.mean(np.array(truth)[lucky])
+    # What it says of the chosen is no longer too good to be true, as the lucky times are.
+    said = [seconds for seconds, _ in smoother.best(8)]
+    assert abs(math.log(np.mean(said) / np.mean(chosen))) < 0.5 * abs(
+        math.log(measured[lucky].mean() / np.array(truth)[lucky].mean())
+    )
+
+
+def test_without_neighbours_a_time_counts_by_how_much_times_differ() -> None:
+    """Far apart, and differing by far more than the noise: every time is nearly what was said."""
+    problem = _problem()
+    placements = RandomPlacement(problem, seed=1).ask(4)
+    smoother = Smoother(problem, 0.01)
+    for number, placement in enumerate(placements):
+        smoother.add(placement, 2.0**number)
+    assert smoother.estimate(placements) == pytest.approx([1.0, 2.0, 4.0, 8.0], rel=0.01)
+
+
+def test_what_is_told_twice_counts_once() -> None:
+    problem = _problem()
+    once, twice = Smoother(problem, 0.1), Smoother(problem, 0.1)
+    placements = _neighbours(problem, 20)
+    for number, placement in enumerate(placements):
+        once.add(placement, 1.0 + number % 5)
+        for _ in range(3):
+            twice.add(placement, 1.0 + number % 5)
+    assert once.best(5) == twice.best(5)
+
+
+def test_old_trials_are_forgotten_but_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoothing, "_MOST", 50)
+    problem = _problem()
+    placements = RandomPlacement(problem, seed=2).ask(200)
+    smoother = Smoother(problem, 0.01)
+    for number, placement in enumerate(placements):
+        smoother.add(placement, 1.0 if number == 3 else 10.0)
+        if number % 20 == 19:
+            best = smoother.best(1)
+            assert best[0][1] == placements[3]
+    kept = smoother.state()["smoothed_logs"]
+    assert len(kept) <= 70
+
+
+def test_its_state_goes_on_where_it_was() -> None:
+    problem = _problem()
+    placements = _neighbours(problem, 40)
+    smoother, restored = Smoother(problem, 0.1), Smoother(problem, 0.1)
+    assert restored.best(3) == []
+    restored.take_state(smoother.state())  # of none
+    for number, placement in enumerate(placements):
+        smoother.add(placement, 1.0 + number % 7)
+    smoother.best(3)
+    restored.take_state({name: torch.clone(t) for name, t in smoother.state().items()})
+    assert restored.best(5) == smoother.best(5)
