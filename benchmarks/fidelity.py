@@ -206,7 +206,8 @@ def write(rows: Sequence[Row], load: float) -> None:
 Models at small scale on `cpu2` (two single-core processes, gRPC on loopback), each calibrated on
 {FIT} placements, single devices and what HEFT proposes, and checked on others. Times are scaled by
 how fast a reference was just then, against when the model was calibrated, but for the column that
-says so. The last column compares the passes of measuring, half with half. Of each run the lower quartile of the steps counts. {made_by()}
+says so. The last column compares the passes of measuring, half with half. Of each run the lower
+quartile of the steps counts. {made_by()}
 Other load at the start: {load:.1f}.
 """,
         encoding="utf-8",
@@ -218,7 +219,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cluster", default="cpu2")
     parser.add_argument("--placements", type=int, default=44)
-    parser.add_argument("--passes", type=int, default=4, help="of measuring them")
+    parser.add_argument(
+        "--passes", type=int, choices=range(1, 11), default=4, help="of measuring them"
+    )
     parser.add_argument("--no-write", action="store_true", help="only print")
     return parser.parse_args()
 

@@ -320,11 +320,12 @@ def table(rows: Iterable[dict[str, str]], column: str) -> str:
 
 
 def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]) -> str:
-    """The true time of what the noisy runs answered (the best of a final among the ten fastest,
-    those the learner holds for the best, and the policy's likeliest), against the best of the same runs without noise, by seeds."""
+    """The true time of what the noisy runs answered (the best of a final of 20 runs each, beyond
+    the trials, among the ten fastest, those the learner holds for the best, and the policy's
+    likeliest), against the best of the same runs without noise, of the seeds that have both."""
     lines = [
-        "| | case | trials | without noise | with | excess, mean | worst seed |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| | case | trials | seeds | without noise | with | excess, mean | worst seed |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for row in noisy:
@@ -341,7 +342,8 @@ def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]
     for (variant, case, trials_text), pairs in sorted(groups.items()):
         excess = [b / a - 1 for a, b in pairs]
         lines.append(
-            f"| {variant} | {case} | {trials_text} | {statistics.fmean(a for a, _ in pairs):.3f} "
+            f"| {variant} | {case} | {trials_text} | {len(pairs)} "
+            f"| {statistics.fmean(a for a, _ in pairs):.3f} "
             f"| {statistics.fmean(b for _, b in pairs):.3f} "
             f"| {statistics.fmean(excess):+.1%} | {max(excess):+.1%} |"
         )

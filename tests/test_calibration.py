@@ -90,6 +90,20 @@ def test_what_placements_do_not_say_stays_as_it_is(problem: Problem) -> None:
     assert error == pytest.approx(0.0)
 
 
+def test_ops_that_were_traced_on_a_slower_machine_do_not_hide_what_sending_costs(
+    problem: Problem,
+) -> None:
+    truth = Correction(overhead=0.3, overhead_bytes=0.3, contention=0.4)
+    singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+    placements = [*singles, *varied_placements(problem, 16)]
+    rows = np.stack([placement.devices for placement in placements])
+    noise = np.exp(0.02 * np.random.default_rng(0).standard_normal(len(rows)))
+    seconds = (noise * Simulator(truth.apply(problem)).run(rows).step_seconds).tolist()
+    for slower in (1.0, 1.08, 1.2):
+        found, _ = fit(Correction(ops=slower).apply(problem), placements, seconds)
+        assert found.ops * slower == pytest.approx(1.0, rel=0.03)
+
+
 def test_one_wrong_measurement_does_not_spoil_the_fit(problem: Problem) -> None:
     truth = Correction(ops=2.0)
     placements = varied_placements(problem, 12)

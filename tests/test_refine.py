@@ -205,6 +205,26 @@ def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
     assert result.trials == len(devices.runs) <= 60  # and no run is not counted
 
 
+def test_what_a_method_holds_for_the_best_is_in_the_final(problem: Problem) -> None:
+    devices = Devices(problem)
+    real = Measuring(
+        problem, evaluator(devices), Budget(trials=60), 0, None, lambda progress: None,
+        lambda: False, RefineConfig(finalists=2, final_rounds=1),
+    )  # fmt: skip
+    (random,) = registry.make(["random"], problem)
+    for placement in random.ask(8):
+        real.progress.seconds_of["random"] = 0.0
+        real.measure(placement, "random")
+    fastest = real.best_placements(8)
+    real.favourites = [fastest[5], fastest[6]]
+    real.final()
+    assert set(real.finals.means) == {fastest[0], fastest[5]}
+    # Where it is among the fastest already, nobody gives way.
+    real.favourites = [fastest[1], fastest[5]]
+    real.final()
+    assert set(real.finals.means) == {fastest[0], fastest[1]}
+
+
 def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
     def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
         return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")

@@ -302,9 +302,6 @@ _STARTS = tuple(
 )
 """Gaps and shares of overhead that the fit begins with: the best of these."""
 
-_FACTORS = ("ops", "latency", "bandwidth")
-"""What is multiplied, and stays as measured where the placements do not say otherwise."""
-
 _RANGES = {
     "ops": (0.05, 20.0),
     "latency": (0.05, 20.0),
@@ -330,19 +327,32 @@ def fit(
     """
     rows = np.stack([placement.devices for placement in placements])
     truth = np.asarray(seconds)
+    # A machine that was slower when ops were traced has made them all too long. Single devices, to
+    # which links are nothing, say by how much. From elsewhere the descent would have to change ops
+    # and overheads at the same time, and ends half-way: what computes is then predicted too slow,
+    # and what sends too fast.
+    usual = 1.0
+    single = (rows == rows[:, :1]).all(axis=1)
+    if single.any():
+        predicted = Simulator(problem).run(rows[single]).step_seconds
+        usual = math.exp(float(np.mean(np.log(truth[single] / predicted))))
+        usual = min(max(usual, _RANGES["ops"][0]), _RANGES["ops"][1])
 
     def error(correction: Correction) -> float:
         predicted = Simulator(correction.apply(problem)).run(rows).step_seconds
         # A whisper of regularisation: what the measurements do not say stays as it is.
-        drift = sum(abs(math.log(getattr(correction, name))) for name in _FACTORS)
+        drift = sum(abs(math.log(getattr(correction, name))) for name in ("latency", "bandwidth"))
+        drift += abs(math.log(correction.ops / usual))
         drift += abs(correction.contention - problem.cluster.contention)
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts;
-    # the first leaves everything as it is.
-    starts = [_unchanged(problem.cluster)]
+    # the first leaves links as they are.
+    starts = [dataclasses.replace(_unchanged(problem.cluster), ops=usual)]
     starts += [
-        Correction(gap=gap, overhead=overhead, overhead_bytes=share, contention=contention)
+        Correction(
+            ops=usual, gap=gap, overhead=overhead, overhead_bytes=share, contention=contention
+        )
         for gap, overhead, share in _STARTS
         for contention in dict.fromkeys((problem.cluster.contention, 0.0))
     ]

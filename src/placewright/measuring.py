@@ -268,9 +268,9 @@ class Measuring:
             return None if run is None else run.measurement
 
         best = self.best_placements(self._final_config.finalists)
-        favourite = [p for p in self.favourites if p in self.samples and p not in best][:1]
-        if favourite:
-            best = [*best[: self._final_config.finalists - 1], *favourite]
+        favourite = [p for p in self.favourites[:1] if p in self.samples and p not in best]
+        if len(best) > 1:  # the fastest run is in any case
+            best = [*best[: len(best) - len(favourite)], *favourite]
         finalists = list(dict.fromkeys([*best, *self._best_references().values()]))
         if finalists:
             rounds = int(min(self._final_config.final_rounds, self.runs_left / len(finalists)))

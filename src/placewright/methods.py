@@ -62,7 +62,7 @@ class Settings:
     cheap: bool = True
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
-    """How much two times of the same placement differ (`Evaluator.noise`)."""
+    """How much times of the same placement differ (`Evaluator.noise`)."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
@@ -113,7 +113,7 @@ def _learned(settings: Settings) -> Placer:
     preset = PRESETS[settings.name]
     if settings.noise and preset.elites:  # not the published method, which takes times as they are
         preset = replace(preset, noise=settings.noise)
-    if not settings.cheap or settings.noise:  # a local search would only collect lucky times
+    if not settings.cheap:
         preset = replace(preset, polish=0)
     elif preset.polish and settings.trials is None:
         preset = replace(preset, polish=POLISH_BY_TIME)
@@ -124,6 +124,9 @@ def _learned(settings: Settings) -> Placer:
         if any(setting.strip().startswith("policy.") for setting in settings.learner):
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
     config = configured(preset, settings.learner)
+    if config.noise:
+        # A local search would collect lucky times. Who wants that can say so.
+        config = configured(replace(config, polish=0), settings.learner)
     return Learner(
         settings.problem,
         config,

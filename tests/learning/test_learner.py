@@ -15,8 +15,9 @@ from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
 from placewright.journal import Journal
 from placewright.learning.config import PPO, REINFORCE, LearnerConfig, configured
-from placewright.learning.learner import Learner
+from placewright.learning.learner import FORMAT, Learner
 from placewright.learning.policy import Policy, PolicyConfig
+from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
@@ -152,9 +153,7 @@ def test_where_times_are_noisy_it_finds_better_than_by_believing_them() -> None:
     def found(config: LearnerConfig, seed: int) -> float:
         learner = _learner(problem, config, seed)
         search([learner], SimulatedEvaluator(problem, Noise(seed=seed)), Budget(trials=800))
-        elites = [elite.placement for elite in learner._elites]
-        if config.noise:
-            assert learner.favourites() == elites
+        elites = learner.favourites() or [elite.placement for elite in learner._elites]
         return float(np.mean([m.mean_seconds for m in exact.evaluate(elites)]))
 
     believing = [found(SMALL, seed) for seed in range(3)]
@@ -173,7 +172,43 @@ def test_where_times_are_noisy_a_failure_is_a_bit_worse_than_the_slowest() -> No
     learner._answers.append(Measurement(outcome=Outcome.FAILED, reason="test"))
     *ran, failed = learner.batch().advantage_K.tolist()
     assert failed < min(ran)
-    assert failed > min(ran) - (max(ran) - min(ran)) - 1e-6
+    assert failed > min(ran) - (max(ran) - min(ran)) - 0.11 * max(answers)
+    # Also where only one ran.
+    learner = _learner(_problem(8), replace(SMALL, noise=0.1))
+    _answer(learner, [1.0] + [None] * 7)
+    learner = _learner(_problem(8), replace(SMALL, noise=0.1))
+    first = learner.ask(8)[0]
+    ran_once = Measurement(outcome=Outcome.OK, step_seconds=(1.0,))
+    learner._keep(Trial(placement=first, measurement=ran_once, placer="learner"))
+    learner._answers[:] = [ran_once, *[Measurement(outcome=Outcome.FAILED, reason="test")] * 7]
+    advantages = learner.batch().advantage_K.tolist()
+    assert advantages[0] > 1 > 0 > max(advantages[1:])
+
+
+def test_lucky_times_after_an_update_do_not_make_a_favourite() -> None:
+    """A search with real runs mostly ends in the middle of a batch."""
+    learner = _learner(_problem(30), replace(SMALL, noise=0.1))
+    for _ in range(4):
+        _answer(learner, [1.0] * 8)
+    (lucky,) = learner.ask(1)
+    measurement = Measurement(outcome=Outcome.OK, step_seconds=(0.8,))
+    learner.tell([Trial(placement=lucky, measurement=measurement, placer="learner")])
+    assert all(elite.placement != lucky for elite in learner._elites)
+    assert len(learner.favourites()) == SMALL.elites
+
+
+def test_checkpoints_of_before_a_setting_go_on_with_its_default(tmp_path: Path) -> None:
+    problem = _problem(8)
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1.0] * 8)
+    assert learner.checkpoint(tmp_path)
+    path = tmp_path / "checkpoint-learner.safetensors"
+    described, tensors = read_tensors(path, FORMAT)
+    del described["config"]["noise"]
+    write_tensors(path, FORMAT, described, tensors)
+    assert _learner(problem, SMALL).restore(tmp_path, [])
+    with pytest.raises(LearningError, match=r"began with noise 0\.0, not 0\.1"):
+        _learner(problem, replace(SMALL, noise=0.1)).restore(tmp_path, [])
 
 
 def test_imitation_makes_the_imitated_placement_likelier() -> None:

@@ -81,6 +81,7 @@ def test_what_is_told_twice_counts_once() -> None:
 
 def test_old_trials_are_forgotten_but_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoothing, "_MOST", 50)
+    monkeypatch.setattr(smoothing, "_FASTEST", 5)
     problem = _problem()
     placements = RandomPlacement(problem, seed=2).ask(200)
     smoother = Smoother(problem, 0.01)
@@ -89,8 +90,33 @@ def test_old_trials_are_forgotten_but_for_the_best(monkeypatch: pytest.MonkeyPat
         if number % 20 == 19:
             best = smoother.best(1)
             assert best[0][1] == placements[3]
-    kept = smoother.state()["smoothed_logs"]
-    assert len(kept) <= 70
+    assert len(smoother.state()["smoothed_logs"]) <= 56
+
+
+def test_of_many_that_are_told_at_once_the_fast_ones_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a search tells them: the best first."""
+    monkeypatch.setattr(smoothing, "_MOST", 50)
+    monkeypatch.setattr(smoothing, "_FASTEST", 5)
+    problem = _problem()
+    placements = RandomPlacement(problem, seed=2).ask(200)
+    smoother = Smoother(problem, 0.01)
+    for number, placement in enumerate(placements):
+        smoother.add(placement, 1.0 + number)
+    assert [placement for _, placement in smoother.best(3)] == placements[:3]
+
+
+@pytest.mark.parametrize("noise", [1e-9, 0.1, 10.0])
+def test_any_noise_and_any_time_can_be_estimated(noise: float) -> None:
+    problem = _problem()
+    smoother = Smoother(problem, noise)
+    placements = _neighbours(problem, 30)
+    for placement in placements:
+        smoother.add(placement, 0.0)  # a graph that costs nothing
+    assert np.isfinite(smoother.estimate(placements)).all()
+    smoother.add(RandomPlacement(problem, seed=8).ask(1)[0], 1.0)
+    assert np.isfinite(smoother.estimate(placements)).all()
 
 
 def test_its_state_goes_on_where_it_was() -> None:

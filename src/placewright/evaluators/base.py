@@ -24,8 +24,8 @@ class Evaluator(ABC):
     """How many placements to ask it for at a time where each takes long."""
 
     noise: float = 0.0
-    """Standard deviation of the logarithm of a time between two evaluations of the same placement;
-    0 where they are alike."""
+    """Standard deviation of the logarithm of a time over evaluations of the same placement; 0 where
+    they are alike."""
 
     @property
     @abstractmethod

@@ -378,11 +378,13 @@ class Learner(Placer):
         ran = np.array([answer.ok for answer in answers], dtype=np.bool_)
         rewards = np.array([self._reward(answer) for answer in answers])
         if self._smoother is not None and ran.any():
-            best = self._smoother.best(max(self.config.elites, 1))
-            self._elites = [_Elite(seconds, placement) for seconds, placement in best]
             tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
-            rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
-            rewards[~ran] = rewards[ran].min() - rewards[ran].std()
+            with _one_thread():
+                best = self._smoother.best(max(self.config.elites, 1))
+                rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
+            self._elites = [_Elite(seconds, placement) for seconds, placement in best]
+            # Worse than the slowest by the noise at least, should they all be the same.
+            rewards[~ran] = (1 + self.config.noise) * rewards[ran].min() - rewards[ran].std()
         used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
         advantage = np.zeros(len(rewards))
         if used.any():
@@ -496,6 +498,8 @@ class Learner(Placer):
             return
         if self._smoother is not None:
             self._smoother.add(trial.placement, seconds)
+            if self.updates:  # from then on it says which are the best
+                return
         if not good or any(elite.placement == trial.placement for elite in self._elites):
             return
         self._elites.append(_Elite(seconds, trial.placement))
@@ -504,7 +508,11 @@ class Learner(Placer):
 
     def favourites(self) -> list[Placement]:
         """Where times are noisy, the best by all that is known of them and of their like."""
-        return [] if self._smoother is None else [elite.placement for elite in self._elites]
+        if self._smoother is None:
+            return []
+        with _one_thread():
+            best = self._smoother.best(max(self.config.elites, 1))
+        return [placement for _, placement in best]
 
     def warm_up(self) -> None:
         """Imitates the best classical placements before the first sample."""
@@ -603,7 +611,8 @@ class Learner(Placer):
         # The policy goes on from where it was, and proposes again what came after. The local search
         # has no checkpoint: it starts anew, and knows all that was tried.
         self._resumed = told
-        for trial in told:
+        # What a smoother knows came with the checkpoint: old trials would count as new ones.
+        for trial in told if self._smoother is None else ():
             if self.config.polish or trial.placer != self.name:
                 self._keep(trial)
         self._snapshot = self.state()
@@ -627,7 +636,9 @@ class Learner(Placer):
                 "the run began with"
             )
         now = _plain(asdict(self.config)) | {"seed": self.seed}
-        then = dict(described.get("config") or {}) | {"seed": described.get("seed")}
+        # What an older version did not know was as the default is.
+        then = _plain(asdict(LearnerConfig())) | dict(described.get("config") or {})
+        then["seed"] = described.get("seed")
         for name, value in now.items():
             if name != "policy" and then.get(name) != value:
                 raise LearningError(
