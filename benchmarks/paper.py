@@ -146,9 +146,9 @@ class Settings:
     """Predicted and measured, of each model."""
     fit: int = 24
     """Other placements, that each calibration is fitted to."""
-    fidelity_twice: tuple[str, ...] = ("inception_v3",)
-    """Models whose placements are all measured twice: those of this one differ by so little that
-    with one pass the rank correlation is mostly that of the noise."""
+    fidelity_often: tuple[str, ...] = ("inception_v3",)
+    """Models whose placements are all measured three times: those of this one differ by so little
+    that with one pass the rank correlation is mostly that of the noise."""
     fidelity_steps: int = 6
     """Of each run, up to ten where they differ: a few, as there are some eighty runs of each model.
     `benchmarks.fidelity` takes longer and measures everything four times."""
@@ -571,7 +571,7 @@ def fidelity(settings: Settings) -> None:
             "cpu2",
             settings.placements,
             fit=settings.fit,
-            passes=2 if model in settings.fidelity_twice else 1,
+            passes=3 if model in settings.fidelity_often else 1,
             config=RunConfig(steps=settings.fidelity_steps, max_steps=10),
         )
         print(fidelity_benchmark.table(rows), flush=True)

@@ -197,10 +197,7 @@ def search(
         if out_of_budget():
             break
         # Endless placers share what is left; the others end by themselves.
-        sharers = 1.0
-        if placer.endless:
-            rest = sum(other.share for other in placers[number:] if other.endless)
-            sharers = rest / placer.share
+        sharers = sum(other.endless for other in placers[number:]) if placer.endless else 1
         until_seconds = until_trials = math.inf
         if budget.seconds is not None:
             elapsed = progress.elapsed_seconds

@@ -207,7 +207,7 @@ class DistributedLearner(Explorer):
         self, learner: Learner, workers: Workers, *, controllers: int, max_staleness: int | None
     ) -> None:
         super().__init__(learner.problem)
-        self.name, self.share = learner.name, learner.share
+        self.name = learner.name
         self._learner = learner
         self._workers = workers
         self._max_staleness = max_staleness
