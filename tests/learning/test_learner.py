@@ -166,16 +166,14 @@ def test_where_times_are_noisy_a_failure_is_a_bit_worse_than_the_slowest() -> No
     asked = learner.ask(8)
     answers = [1.0, 1.1, 0.9, 1.2, 1.0, 1.1, 0.9]
     for placement, seconds in zip(asked, answers, strict=False):
-        ran = Measurement(outcome=Outcome.OK, step_seconds=(seconds,))
-        learner._keep(Trial(placement=placement, measurement=ran, placer="learner"))
+        measured = Measurement(outcome=Outcome.OK, step_seconds=(seconds,))
+        learner._keep(Trial(placement=placement, measurement=measured, placer="learner"))
     learner._answers[:] = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in answers]
     learner._answers.append(Measurement(outcome=Outcome.FAILED, reason="test"))
     *ran, failed = learner.batch().advantage_K.tolist()
     assert failed < min(ran)
     assert failed > min(ran) - (max(ran) - min(ran)) - 0.11 * max(answers)
     # Also where only one ran.
-    learner = _learner(_problem(8), replace(SMALL, noise=0.1))
-    _answer(learner, [1.0] + [None] * 7)
     learner = _learner(_problem(8), replace(SMALL, noise=0.1))
     first = learner.ask(8)[0]
     ran_once = Measurement(outcome=Outcome.OK, step_seconds=(1.0,))

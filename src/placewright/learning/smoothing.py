@@ -123,7 +123,8 @@ class Smoother:
         among = _covariance(known, known, variance, length)
         # A trace of noise there must be: without any, two placements alike make it singular.
         among[np.diag_indices_from(among)] += max(self._noise**2, 1e-8 * variance)
-        return torch.linalg.cholesky(torch.from_numpy(among))
+        factor: Tensor = torch.linalg.cholesky(torch.from_numpy(among))
+        return factor
 
     def _likeliest(self, known: Floats, centred: Floats, variance: float) -> float:
         def badness(length: float) -> float:
