@@ -84,6 +84,7 @@ def compare(
     *,
     classical: Sequence[str] = CLASSICAL,
     config: RefineConfig | None = None,
+    learner_settings: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """What each way of searching found, measured side by side.
 
@@ -95,6 +96,7 @@ def compare(
         rounds: of measuring all answers in turns at the end.
         classical: methods whose proposals are measured.
         config: of the searches.
+        learner_settings: of the learner, as `--learner` takes them.
     """
     config = config or RefineConfig()
     answers: dict[str, Answer] = {}
@@ -113,7 +115,13 @@ def compare(
         learned = _searched(
             problem,
             lambda folder: search_measured(
-                problem, evaluator, ["reinforce"], learner, directory=folder, config=final
+                problem,
+                evaluator,
+                ["reinforce"],
+                learner,
+                directory=folder,
+                config=final,
+                learner=learner_settings,
             ),
             "reinforce",
         )

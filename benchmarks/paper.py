@@ -132,12 +132,17 @@ class Settings:
     measured_models: tuple[str, ...] = MODELS
     runs: int = 24
     """Real runs of simulate+measure at most. The rounds of its final take a third of them."""
+    learner_models: tuple[str, ...] = ("rnnlm",)
+    """Models on which `reinforce` learns from real runs, a few updates: it needs thousands of runs,
+    that is hours. `benchmarks.measured` gives it 500."""
     learner_runs: int = 40
-    """Real runs of `reinforce` at most: an update or two. It needs thousands, that is hours."""
+    """Its real runs at most."""
     search_seconds: float = 50.0
     """Most time of simulate+measure on each model."""
-    learner_seconds: float = 20.0
+    learner_seconds: float = 75.0
     """Of `reinforce`."""
+    learner_samples: int = 4
+    """Runs for each of its updates, as many as the paper's controllers had workers."""
     rounds: int = 3
     """Of measuring all answers in turns: the least that gives a confidence interval worth it."""
 
@@ -549,8 +554,11 @@ def measured(settings: Settings) -> None:
                 problem,
                 runner,
                 Budget(trials=settings.runs, seconds=settings.search_seconds),
-                Budget(trials=settings.learner_runs, seconds=settings.learner_seconds),
+                Budget(trials=settings.learner_runs, seconds=settings.learner_seconds)
+                if model in settings.learner_models
+                else None,
                 settings.rounds,
+                learner_settings=(f"samples={settings.learner_samples}",),
                 classical=("single", "scotch", "mincut", "expert"),
                 # A short final: all answers are measured in turns again afterwards.
                 config=RefineConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
