@@ -61,6 +61,14 @@ def _answer(learner: Learner, seconds: Sequence[float | None]) -> None:
     )
 
 
+def _checkpoint(problem: Problem, folder: Path) -> Path:
+    """Of a learner after its first update."""
+    learner = _learner(problem, SMALL)
+    _answer(learner, [1.0] * 8)
+    assert learner.checkpoint(folder)
+    return folder / "checkpoint-learner.safetensors"
+
+
 def _weights(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in learner.policy.parameters()])
 
@@ -197,10 +205,7 @@ def test_lucky_times_after_an_update_do_not_make_a_favourite() -> None:
 
 def test_checkpoints_of_before_a_setting_go_on_with_its_default(tmp_path: Path) -> None:
     problem = _problem(8)
-    learner = _learner(problem, SMALL)
-    _answer(learner, [1.0] * 8)
-    assert learner.checkpoint(tmp_path)
-    path = tmp_path / "checkpoint-learner.safetensors"
+    path = _checkpoint(problem, tmp_path)
     described, tensors = read_tensors(path, FORMAT)
     del described["config"]["noise"]
     write_tensors(path, FORMAT, described, tensors)
@@ -374,9 +379,7 @@ def test_answers_may_come_in_any_order_and_some_at_a_time() -> None:
 
 def test_a_restored_learner_knows_what_others_found_since(tmp_path: Path) -> None:
     problem = _problem(8)
-    learner = _learner(problem, SMALL)
-    _answer(learner, [1.0] * 8)
-    assert learner.checkpoint(tmp_path)
+    _checkpoint(problem, tmp_path)
     restored = _learner(problem, SMALL)
     other = Trial(
         placement=RandomPlacement(problem, seed=9).ask(1)[0],
@@ -389,10 +392,7 @@ def test_a_restored_learner_knows_what_others_found_since(tmp_path: Path) -> Non
 
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
     problem = _problem(8)
-    learner = _learner(problem, SMALL)
-    _answer(learner, [1.0] * 8)
-    assert learner.checkpoint(tmp_path)
-    path = tmp_path / "checkpoint-learner.safetensors"
+    path = _checkpoint(problem, tmp_path)
     whole = path.read_bytes()
     assert _learner(problem, SMALL).restore(tmp_path, [])
     with pytest.raises(LearningError, match="another architecture"):

@@ -79,12 +79,19 @@ def test_what_is_told_twice_counts_once() -> None:
     assert once.best(5) == twice.best(5)
 
 
-def test_old_trials_are_forgotten_but_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> tuple[Smoother, list[Placement]]:
+    """One that remembers little, and more placements than that."""
     monkeypatch.setattr(smoothing, "_MOST", 50)
     monkeypatch.setattr(smoothing, "_FASTEST", 5)
     problem = _problem()
-    placements = RandomPlacement(problem, seed=2).ask(200)
-    smoother = Smoother(problem, 0.01)
+    return Smoother(problem, 0.01), RandomPlacement(problem, seed=2).ask(200)
+
+
+def test_old_trials_are_forgotten_but_for_the_best(
+    forgetful: tuple[Smoother, list[Placement]],
+) -> None:
+    smoother, placements = forgetful
     for number, placement in enumerate(placements):
         smoother.add(placement, 1.0 if number == 3 else 10.0)
         if number % 20 == 19:
@@ -94,14 +101,10 @@ def test_old_trials_are_forgotten_but_for_the_best(monkeypatch: pytest.MonkeyPat
 
 
 def test_of_many_that_are_told_at_once_the_fast_ones_are_known(
-    monkeypatch: pytest.MonkeyPatch,
+    forgetful: tuple[Smoother, list[Placement]],
 ) -> None:
     """As a search tells them: the best first."""
-    monkeypatch.setattr(smoothing, "_MOST", 50)
-    monkeypatch.setattr(smoothing, "_FASTEST", 5)
-    problem = _problem()
-    placements = RandomPlacement(problem, seed=2).ask(200)
-    smoother = Smoother(problem, 0.01)
+    smoother, placements = forgetful
     for number, placement in enumerate(placements):
         smoother.add(placement, 1.0 + number)
     assert [placement for _, placement in smoother.best(3)] == placements[:3]

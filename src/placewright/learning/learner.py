@@ -378,11 +378,9 @@ class Learner(Placer):
         ran = np.array([answer.ok for answer in answers], dtype=np.bool_)
         rewards = np.array([self._reward(answer) for answer in answers])
         if self._smoother is not None and ran.any():
+            self._elites = self._smoothed(self._smoother)
             tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
-            with _one_thread():
-                best = self._smoother.best(max(self.config.elites, 1))
-                rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
-            self._elites = [_Elite(seconds, placement) for seconds, placement in best]
+            rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
             # Worse than the slowest by the noise at least, should they all be the same.
             rewards[~ran] = (1 + self.config.noise) * rewards[ran].min() - rewards[ran].std()
         used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
@@ -486,11 +484,15 @@ class Learner(Placer):
 
     # --- imitation -------------------------------------------------------------------------------
 
+    @property
+    def _most_elites(self) -> int:
+        """One at least, to say what the best is."""
+        return max(self.config.elites, 1)
+
     def _keep(self, trial: Trial) -> None:
         """Keeps the best placements seen, whoever proposed them."""
         seconds = trial.measurement.mean_seconds
-        most = max(self.config.elites, 1)
-        good = len(self._elites) < most or seconds < self._elites[-1].seconds
+        good = len(self._elites) < self._most_elites or seconds < self._elites[-1].seconds
         if not trial.measurement.ok or not (good or self._smoother is not None):
             return
         groups = np.arange(self.problem.num_groups)
@@ -504,15 +506,17 @@ class Learner(Placer):
             return
         self._elites.append(_Elite(seconds, trial.placement))
         self._elites.sort(key=lambda elite: elite.seconds)
-        del self._elites[most:]
+        del self._elites[self._most_elites :]
 
     def favourites(self) -> list[Placement]:
         """Where times are noisy, the best by all that is known of them and of their like."""
         if self._smoother is None:
             return []
+        return [elite.placement for elite in self._smoothed(self._smoother)]
+
+    def _smoothed(self, smoother: Smoother) -> list[_Elite]:
         with _one_thread():
-            best = self._smoother.best(max(self.config.elites, 1))
-        return [placement for _, placement in best]
+            return [_Elite(*found) for found in smoother.best(self._most_elites)]
 
     def warm_up(self) -> None:
         """Imitates the best classical placements before the first sample."""
