@@ -43,6 +43,7 @@ def train(
     *,
     cheap: bool = False,
     observe: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Progress, DistributedLearner]:
     """Two controllers with two workers each; the journal must hold every trial once."""
     workers = Workers(
@@ -57,7 +58,7 @@ def train(
     with Journal(path, problem) as journal:
         progress = search(
             [learner], evaluator, Budget(trials=trials), journal=journal, directory=folder,
-            observe=observe,
+            observe=observe, stop=stop,
         )  # fmt: skip
     workers.close()
     recorded = read_trials(path, problem)
@@ -86,6 +87,11 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
     make = functools.partial(Busiest, problem, tmp_path, 0.02, False)
     victims = list(VICTIMS)
     trials_each = 40
+    before: Counter[float] = Counter()
+    """Updates of each controller when the last was killed."""
+
+    def updates() -> Counter[float]:
+        return Counter(record["controller"] for record in read_metrics(tmp_path))
 
     def kill(progress: Progress) -> None:
         due = (len(VICTIMS) - len(victims) + 1) * trials_each
@@ -94,15 +100,19 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
             if found:  # one that was restarted has its title a little later
                 os.kill(found[0], signal.SIGKILL)
                 del victims[0]
+                before.update(updates() if not victims else ())
 
-    progress, learner = train(problem, make, tmp_path, 5 * trials_each, observe=kill)
-    assert not victims
-    assert progress.trials == 5 * trials_each
+    def all_went_on() -> bool:
+        return not victims and all(updates()[number] > before[number] + 1 for number in (0, 1))
+
+    # How soon those killed are back depends on the machine: the run ends when they are.
+    most = 10_000
+    progress, learner = train(problem, make, tmp_path, most, observe=kill, stop=all_went_on)
+    assert all_went_on()
+    assert progress.trials < most
     status = learner.status()
     assert status["workers_replaced"] >= 1
     assert status["controllers_restarted"] >= 3  # that one, and both without their server
-    updates = Counter(record["controller"] for record in read_metrics(tmp_path))
-    assert min(updates.values()) >= 2
     assert all(trial.measurement.ok for trial in read_trials(tmp_path / "journal.jsonl", problem))
 
 
