@@ -1,12 +1,14 @@
 """What placements really take, where every measurement is off by some share: a Gaussian process
 over the trials so far.
 
-Placements that differ in little take about as long, so the neighbours of one tell about it too. The
-fastest of a thousand noisy times is mostly luck; what its neighbours confirm is not.
+Placements that differ in little take about as long, so the neighbours of one tell about it too; and
+so do those that, whatever they put where, leave the devices as much to compute and to send. The
+fastest of a thousand noisy times is mostly luck; what its like confirm is not.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from placewright.placement import Placement
+from placewright.placers.group_graph import group_graph
 from placewright.problem import Problem
 
 Floats = npt.NDArray[np.float64]
@@ -29,24 +32,65 @@ _FASTEST = 100
 """Older trials that count as well, those with the shortest times. Whoever searched before may have
 told of thousands, the good ones first."""
 
+_FIRST = 30
+"""The first trials count for ever: classical methods' placements, which are worth more than one
+unlucky time says."""
+
 _LENGTHS = (0.03, 0.1, 0.3, 1.0)
 """Shares of the graph that have to be placed otherwise until two times have little to do with each
 other; the likeliest of these is taken."""
 
+_REACHES = (1.0, 2.0)
+"""The same for what devices have to do, in standard deviations of the trials' loads."""
+
 _FIT_WITH = 300
-"""How many of the latest trials that choice is made with."""
+"""How many of the latest trials these choices are made with."""
 
 _SHORTEST_SECONDS = 1e-12
 """Steps of a graph that costs nothing take none, and have no logarithm."""
 
 
+class _Likeness(NamedTuple):
+    """How much the times of two placements have to do with each other."""
+
+    variance: float
+    length: float
+    """One of `_LENGTHS`."""
+    reach: float
+    """One of `_REACHES`."""
+
+    def covariance(self, one: _Points, other: _Points) -> Floats:
+        """Half of it by what is placed alike, half by what there is to do for the devices."""
+        alike = np.minimum(one.coded @ other.coded.T - 1, 0.0) / self.length
+        squares = (
+            (one.loads**2).sum(axis=1)[:, None]
+            + (other.loads**2).sum(axis=1)
+            - 2 * one.loads @ other.loads.T
+        )
+        near = np.maximum(squares, 0.0) / (-2 * self.reach**2)
+        return np.asarray(self.variance / 2 * (np.exp(alike) + np.exp(near)))
+
+
+class _Points(NamedTuple):
+    """Placements, as the process sees them."""
+
+    coded: Floats
+    """[n, G*D] such that the product of two is the share of the graph that they place alike."""
+    loads: Floats
+    """[n, F] what the devices have to do, in standard deviations of the trials'."""
+
+    def last(self, count: int) -> _Points:
+        return _Points(self.coded[-count:], self.loads[-count:])
+
+
 class _Fit(NamedTuple):
     """What was learned of the trials so far."""
 
-    known: Floats
+    known: _Points
+    load_mean: Floats
+    load_scale: Floats
     mean: float
-    variance: float
-    length: float
+    likeness: _Likeness
     weights: Floats
 
 
@@ -62,6 +106,7 @@ class Smoother:
         work = finite.mean(axis=0)
         share = work / work.sum() if work.sum() > 0 else np.zeros(problem.num_groups)
         self._root_weights = np.sqrt((share + 1 / problem.num_groups) / 2)
+        self._loads = _Loads(problem)
         # Logarithms of the measured seconds, the latest last.
         self._logs: dict[Placement, float] = {}
         self._best: list[Placement] = []
@@ -84,7 +129,7 @@ class Smoother:
         return [(float(estimates[number]), placements[number]) for number in order]
 
     def _forget(self) -> None:
-        old = list(self._logs)[:-_MOST]
+        old = list(self._logs)[_FIRST:-_MOST]
         kept = {*self._best, *sorted(old, key=self._logs.__getitem__)[:_FASTEST]}
         for placement in old:
             if placement not in kept:
@@ -95,45 +140,55 @@ class Smoother:
         """What each takes, in seconds. There must be a trial that ran."""
         if self._fitted is None:
             self._fitted = self._fit()
-        known, mean, variance, length, weights = self._fitted
-        alike = _covariance(self._coded(placements), known, variance, length)
-        return np.asarray(np.exp(mean + alike @ weights))
+        known, load_mean, load_scale, mean, likeness, weights = self._fitted
+        points = _Points(
+            self._coded(placements), (self._loads.of(placements) - load_mean) / load_scale
+        )
+        return np.asarray(np.exp(mean + likeness.covariance(points, known) @ weights))
 
     def _fit(self) -> _Fit:
-        known = self._coded(list(self._logs))
+        placements = list(self._logs)
+        loads = self._loads.of(placements)
+        load_mean = loads.mean(axis=0)
+        # All together count as one: the more there are, the less each says. Where all trials agree,
+        # there is no scale, and rounding must not become one.
+        spread = loads.std(axis=0)
+        load_scale = np.where(spread > 1e-9 * loads.max(axis=0), spread, np.inf)
+        load_scale *= math.sqrt(loads.shape[1])
+        known = _Points(self._coded(placements), (loads - load_mean) / load_scale)
         logs = np.array(list(self._logs.values()))
         mean = float(logs.mean())
         # What the noise does not explain; never quite nothing.
         variance = max(float(logs.var()) - self._noise**2, (0.1 * self._noise) ** 2)
-        few = slice(-_FIT_WITH, None)
-        length = self._likeliest(known[few], logs[few] - mean, variance)
-        factor = self._factor(known, variance, length)
+        likeness = self._likeliest(known.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
+        factor = self._factor(known, likeness)
         weights = torch.cholesky_solve(torch.from_numpy(logs - mean)[:, None], factor)[:, 0]
-        return _Fit(known, mean, variance, length, weights.numpy())
+        return _Fit(known, load_mean, load_scale, mean, likeness, weights.numpy())
 
     def _coded(self, placements: Sequence[Placement]) -> Floats:
-        """[n, G*D] such that the product of two is the share of the graph that they place alike."""
         rows = np.stack([placement.devices for placement in placements]).astype(np.int64)
         coded = np.zeros((*rows.shape, self._problem.num_devices))
         np.put_along_axis(coded, rows[..., None], self._root_weights[None, :, None], axis=2)
         return coded.reshape(len(rows), -1)
 
-    def _factor(self, known: Floats, variance: float, length: float) -> Tensor:
+    def _factor(self, known: _Points, likeness: _Likeness) -> Tensor:
         """Of the covariance of what was measured."""
-        among = _covariance(known, known, variance, length)
+        among = likeness.covariance(known, known)
         # A trace of noise there must be: without any, two placements alike make it singular.
-        among[np.diag_indices_from(among)] += max(self._noise**2, 1e-8 * variance)
+        trace = max(self._noise**2, 1e-8 * likeness.variance)
+        among[np.diag_indices_from(among)] += trace
         factor: Tensor = torch.linalg.cholesky(torch.from_numpy(among))
         return factor
 
-    def _likeliest(self, known: Floats, centred: Floats, variance: float) -> float:
-        def badness(length: float) -> float:
-            factor = self._factor(known, variance, length)
+    def _likeliest(self, known: _Points, centred: Floats, variance: float) -> _Likeness:
+        def badness(likeness: _Likeness) -> float:
+            factor = self._factor(known, likeness)
             column = torch.from_numpy(centred)[:, None]
             fit = float((column * torch.cholesky_solve(column, factor)).sum())
             return fit / 2 + float(factor.diagonal().log().sum())
 
-        return min(_LENGTHS, key=badness)
+        choices = itertools.product(_LENGTHS, _REACHES)
+        return min((_Likeness(variance, *choice) for choice in choices), key=badness)
 
     # --- checkpoints ---
 
@@ -155,5 +210,41 @@ class Smoother:
         self._fitted = None
 
 
-def _covariance(one: Floats, other: Floats, variance: float, length: float) -> Floats:
-    return np.asarray(variance * np.exp(np.minimum(one @ other.T - 1, 0.0) / length))
+class _Loads:
+    """What a placement gives each device to do, by the costs that the policy sees as well."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = group_graph(problem)
+        source = np.repeat(np.arange(problem.num_groups), np.diff(graph.offsets))
+        once = source < graph.neighbour
+        self._source, self._target = source[once], graph.neighbour[once]
+        elsewhere = ~np.eye(problem.num_devices, dtype=np.bool_)
+        per_byte = problem.cluster.routes.seconds_per_byte[elsewhere]
+        self._sending = graph.cost[once] * (float(per_byte.mean()) if len(per_byte) else 0.0)
+        self._seconds = np.where(np.isfinite(problem.group_seconds), problem.group_seconds, 0.0)
+        kinds = np.asarray(problem.cluster.kind_of_device)
+        self._of_a_kind = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+
+    def of(self, placements: Sequence[Placement]) -> Floats:
+        """[n, F] seconds that each device computes and sends, the busiest of each kind first: which
+        of two equal devices is which makes no difference. The largest and the sums as well."""
+        rows = np.stack([placement.devices for placement in placements])
+        here_DnG = rows == np.arange(len(self._seconds))[:, None, None]
+        computes = np.stack(
+            [here @ seconds for here, seconds in zip(here_DnG, self._seconds, strict=True)], axis=1
+        )
+        sends = np.stack(
+            [(here[:, self._source] != here[:, self._target]) @ self._sending for here in here_DnG],
+            axis=1,
+        )
+        for devices in self._of_a_kind:
+            order = np.argsort(-computes[:, devices], axis=1, kind="stable")
+            for seconds in (computes, sends):
+                seconds[:, devices] = np.take_along_axis(seconds[:, devices], order, axis=1)
+        both = computes + sends
+        return np.column_stack(
+            [
+                computes, computes.max(axis=1), computes.sum(axis=1),
+                sends, sends.max(axis=1), sends.sum(axis=1), both.max(axis=1),
+            ]
+        )  # fmt: skip
