@@ -3,7 +3,8 @@
     python -m benchmarks.learning quality     # the learners and local search, by trials
     python -m benchmarks.learning ablation    # what each ingredient of ppo is worth
     python -m benchmarks.learning noise       # with 10% noise and 5% failures
-    python -m benchmarks.learning transfer    # a policy that was trained on the other models
+    python -m benchmarks.learning transfer --trials 1 100 500 2000
+                                              # a policy that was trained on the other models
     python -m benchmarks.learning speed       # seconds of one update
     python -m benchmarks.learning report      # results/learning/README.md anew, from the files
 
@@ -350,6 +351,31 @@ def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]
     return "\n".join(lines)
 
 
+def transfer_table(rows: Sequence[dict[str, str]]) -> str:
+    """Case by case, the best after so many trials: a policy trained on the other models (its first
+    trial is its best guess) and one from scratch; means over the seeds."""
+    columns = [column for column in rows[0] if column.startswith("best_at_")]
+    heads = ["case", "seeds"]
+    for column in columns:
+        trials = int(column.removeprefix("best_at_"))
+        heads += ["best guess"] if trials == 1 else [f"{trials:,}, trained", f"{trials:,}, scratch"]
+    lines = []
+    for case in sorted({(row["model"], row["cluster"]) for row in rows}):
+        mine = [row for row in rows if (row["model"], row["cluster"]) == case]
+        cells = [" ".join(case), str(len({row["seed"] for row in mine}))]
+        for column, variant in itertools.product(columns, ("pretrained", "from scratch")):
+            if column == "best_at_1" and variant == "from scratch":
+                continue
+            times = [row[column] for row in mine if row["variant"] == variant]
+            ran = [float(time) for time in times if time]
+            cell = f"{statistics.fmean(ran):.3f}" if ran else ""
+            if len(ran) < len(times):
+                cell += f" {len(times) - len(ran)} of {len(times)} did not fit"
+            cells.append(cell.strip())
+        lines.append(cells)
+    return markdown(heads, lines)
+
+
 def final_table(rows: Sequence[dict[str, str]]) -> str:
     """What policies hold for the best at the end of the longest runs."""
     longest = [column for column in rows[0] if column.startswith("best_at_")][-1]
@@ -390,6 +416,9 @@ def report() -> None:
         if name == "noise":
             made = noise_table(rows, read_csv(RESULTS / "quality.csv"))
             parts += ["", marked("learning-noise", made)]
+            continue
+        if name == "transfer":
+            parts += ["", marked("learning-transfer", transfer_table(rows))]
             continue
         for column in [c for c in rows[0] if c.startswith("best_at_")]:
             if any(r[column] for r in rows):

@@ -76,6 +76,8 @@ def _learning(rest: str) -> Source:
     if rest == "noise":
         quiet = read_csv(RESULTS / "learning/quality.csv")
         return Source("learning/noise.csv", lambda rows: learning.noise_table(rows, quiet))
+    if rest == "transfer":
+        return Source("learning/transfer.csv", learning.transfer_table)
     kind, _, what = rest.partition("-")
     if what == "final":
         return Source(f"learning/{kind}.csv", learning.final_table)

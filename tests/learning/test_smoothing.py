@@ -77,7 +77,7 @@ def test_what_was_never_tried_is_known_by_what_its_devices_have_to_do() -> None:
     for placement, measurement in zip(tried, noisy, strict=True):
         smoother.add(placement, measurement.mean_seconds)
     kinds = np.asarray(problem.cluster.kind_of_device)
-    names = np.arange(problem.num_devices)
+    names = np.arange(problem.num_devices, dtype=np.int32)
     gpus = np.flatnonzero(kinds == kinds[-1])
     assert len(gpus) == 4
     names[gpus] = np.roll(gpus, 1)
