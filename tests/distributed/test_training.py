@@ -87,10 +87,9 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
     make = functools.partial(Busiest, problem, tmp_path, 0.02, False)
     victims = list(VICTIMS)
     trials_each = 40
-    before: Counter[float] = Counter()
-    """Updates of each controller when the last was killed."""
+    before: Counter[int] = Counter()  # updates of each controller when the last was killed
 
-    def updates() -> Counter[float]:
+    def updates() -> Counter[int]:
         return Counter(record["controller"] for record in read_metrics(tmp_path))
 
     def kill(progress: Progress) -> None:
@@ -100,7 +99,8 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
             if found:  # one that was restarted has its title a little later
                 os.kill(found[0], signal.SIGKILL)
                 del victims[0]
-                before.update(updates() if not victims else ())
+                if not victims:
+                    before.update(updates())
 
     def all_went_on() -> bool:
         return not victims and all(updates()[number] > before[number] + 1 for number in (0, 1))

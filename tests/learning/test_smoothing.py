@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
+from placewright.graph import Edge, Op, Tensor
 from placewright.learning import smoothing
 from placewright.learning.smoothing import Smoother
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.testing import gpu_boards, layered_graph
+from placewright.testing import gpu_boards, layered_graph, uniform_cluster
+from placewright.testing import make_problem as tiny_problem
 
 
 def _problem() -> Problem:
@@ -69,7 +71,7 @@ def test_without_neighbours_a_time_counts_by_how_much_times_differ() -> None:
 
 
 def test_what_was_never_tried_is_known_by_what_its_devices_have_to_do() -> None:
-    """Here the same with the GPUs' names exchanged: hardly a group is where it was in any trial."""
+    """Here what was tried, but every group on another GPU."""
     problem = _problem()
     tried = RandomPlacement(problem, seed=3).ask(300)
     smoother = Smoother(problem, 0.05)
@@ -85,6 +87,31 @@ def test_what_was_never_tried_is_known_by_what_its_devices_have_to_do() -> None:
     truth = np.log([m.mean_seconds for m in SimulatedEvaluator(problem).evaluate(turned)])
     error = np.log(smoother.estimate(turned)) - truth
     assert np.sqrt(np.mean(error**2)) < 0.8 * truth.std()
+
+
+def test_what_devices_have_to_do() -> None:
+    """Six ops in a chain, each of a second; to send one's output takes a second as well."""
+    ops = [
+        Op(name=f"op{i}", type="t", outputs=(Tensor(4),), seconds={"dev": 1.0}) for i in range(6)
+    ]
+    edges = [Edge(f"op{i}", f"op{i + 1}") for i in range(5)]
+    problem = tiny_problem(ops, edges, uniform_cluster(3, bandwidth=4.0))
+    placements = [
+        Placement.of(problem, devices)
+        for devices in (
+            [0, 0, 0, 1, 1, 2],
+            [2, 2, 2, 0, 0, 1],
+            [0, 0, 1, 1, 2, 2],
+            [1, 1, 0, 0, 2, 2],
+        )
+    ]
+    loads = smoothing._Loads(problem).of(placements)
+    # Computing: each, the most, all; sending and receiving likewise; the most of both together.
+    assert loads[0] == pytest.approx([3, 2, 1, 3, 6, 2, 1, 1, 2, 4, 4])
+    assert loads[1] == pytest.approx(loads[0])
+    # Devices that compute equally long send differently: which is which still makes no difference.
+    assert loads[2] == pytest.approx([2, 2, 2, 2, 6, 2, 1, 1, 2, 4, 4])
+    assert loads[3] == pytest.approx(loads[2])
 
 
 def test_what_is_told_twice_counts_once() -> None:

@@ -44,11 +44,12 @@ class LearnerConfig:
     in training a failure is more likely the machine's than the placement's (paper, section 3.1)."""
     noise: float = 0.0
     """Standard deviation of the logarithm of a measured time, where measuring the same placement
-    again gives another. The times of placements that are nearly the same then count together, for
-    the reward as for what is imitated, and a failure is no worse than a bit slower than the slowest
-    of its batch, as it may be the machine's; there is no polishing unless it is asked for. 0: every
-    time is taken for what it is. Where it is not given, methods take what the evaluator says of
-    itself, but not for `reinforce`, nor where workers measure (`--workers`)."""
+    again gives another. The times of placements that are nearly the same, or give the devices as
+    much to do, then count together, for the reward as for what is imitated, and a failure is no
+    worse than a bit slower than the slowest of its batch, as it may be the machine's; there is no
+    polishing unless it is asked for. 0: every time is taken for what it is. Where it is not given,
+    methods take what the evaluator says of itself, but not for `reinforce`, nor where workers
+    measure (`--workers`)."""
     normalise: bool = True
     """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
     against the moving average (the paper's)."""

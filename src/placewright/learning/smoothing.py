@@ -33,15 +33,15 @@ _FASTEST = 100
 told of thousands, the good ones first."""
 
 _FIRST = 30
-"""The first trials count for ever: classical methods' placements, which are worth more than one
-unlucky time says."""
+"""The first trials count for ever. Where there are teachers they are theirs, which are worth more
+than one unlucky time says."""
 
 _LENGTHS = (0.03, 0.1, 0.3, 1.0)
 """Shares of the graph that have to be placed otherwise until two times have little to do with each
 other; the likeliest of these is taken."""
 
 _REACHES = (1.0, 2.0)
-"""The same for what devices have to do, in standard deviations of the trials' loads."""
+"""The same for what devices have to do: how far apart, as `_Points.loads` has it."""
 
 _FIT_WITH = 300
 """How many of the latest trials these choices are made with."""
@@ -59,16 +59,20 @@ class _Likeness(NamedTuple):
     reach: float
     """One of `_REACHES`."""
 
-    def covariance(self, one: _Points, other: _Points) -> Floats:
+    def covariance(self, apart: _Distances) -> Floats:
         """Half of it by what is placed alike, half by what there is to do for the devices."""
-        alike = np.minimum(one.coded @ other.coded.T - 1, 0.0) / self.length
-        squares = (
-            (one.loads**2).sum(axis=1)[:, None]
-            + (other.loads**2).sum(axis=1)
-            - 2 * one.loads @ other.loads.T
-        )
-        near = np.maximum(squares, 0.0) / (-2 * self.reach**2)
-        return np.asarray(self.variance / 2 * (np.exp(alike) + np.exp(near)))
+        alike = np.exp(apart.placed / -self.length)
+        near = np.exp(apart.squares / (-2 * self.reach**2))
+        return np.asarray(self.variance / 2 * (alike + near))
+
+
+class _Distances(NamedTuple):
+    """Of each of some placements from each of some others."""
+
+    placed: Floats
+    """Share of the graph that is placed otherwise."""
+    squares: Floats
+    """Of the distance between the loads."""
 
 
 class _Points(NamedTuple):
@@ -77,7 +81,14 @@ class _Points(NamedTuple):
     coded: Floats
     """[n, G*D] such that the product of two is the share of the graph that they place alike."""
     loads: Floats
-    """[n, F] what the devices have to do, in standard deviations of the trials'."""
+    """[n, F] what the devices have to do: each column in standard deviations of the trials',
+    divided by the root of F, so that two are as far apart as the columns are on average."""
+
+    def apart(self, other: _Points) -> _Distances:
+        squares = (self.loads**2).sum(axis=1)[:, None] + (other.loads**2).sum(axis=1)
+        squares -= 2 * self.loads @ other.loads.T
+        placed = np.maximum(1 - self.coded @ other.coded.T, 0.0)
+        return _Distances(placed, np.maximum(squares, 0.0))
 
     def last(self, count: int) -> _Points:
         return _Points(self.coded[-count:], self.loads[-count:])
@@ -101,15 +112,15 @@ class Smoother:
         """`noise`: standard deviation of the logarithm of a measured time."""
         self._problem = problem
         self._noise = noise
+        self._loads = _Loads(problem)
         # What a group weighs: half as one of many, half by its part of the computing.
-        finite = np.where(np.isfinite(problem.group_seconds), problem.group_seconds, 0.0)
-        work = finite.mean(axis=0)
+        work = self._loads.seconds.mean(axis=0)
         share = work / work.sum() if work.sum() > 0 else np.zeros(problem.num_groups)
         self._root_weights = np.sqrt((share + 1 / problem.num_groups) / 2)
-        self._loads = _Loads(problem)
         # Logarithms of the measured seconds, the latest last.
         self._logs: dict[Placement, float] = {}
         self._best: list[Placement] = []
+        self._known_loads: dict[Placement, Floats] = {}
         self._fitted: _Fit | None = None
 
     def add(self, placement: Placement, seconds: float) -> None:
@@ -142,16 +153,16 @@ class Smoother:
             self._fitted = self._fit()
         known, load_mean, load_scale, mean, likeness, weights = self._fitted
         points = _Points(
-            self._coded(placements), (self._loads.of(placements) - load_mean) / load_scale
+            self._coded(placements), (self._loads_of(placements) - load_mean) / load_scale
         )
-        return np.asarray(np.exp(mean + likeness.covariance(points, known) @ weights))
+        return np.asarray(np.exp(mean + likeness.covariance(points.apart(known)) @ weights))
 
     def _fit(self) -> _Fit:
         placements = list(self._logs)
-        loads = self._loads.of(placements)
+        self._known_loads = {p: self._known_loads[p] for p in placements if p in self._known_loads}
+        loads = self._loads_of(placements)
         load_mean = loads.mean(axis=0)
-        # All together count as one: the more there are, the less each says. Where all trials agree,
-        # there is no scale, and rounding must not become one.
+        # Where all trials agree there is no scale, and rounding must not become one.
         spread = loads.std(axis=0)
         load_scale = np.where(spread > 1e-9 * loads.max(axis=0), spread, np.inf)
         load_scale *= math.sqrt(loads.shape[1])
@@ -161,9 +172,16 @@ class Smoother:
         # What the noise does not explain; never quite nothing.
         variance = max(float(logs.var()) - self._noise**2, (0.1 * self._noise) ** 2)
         likeness = self._likeliest(known.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
-        factor = self._factor(known, likeness)
+        factor = self._factor(known.apart(known), likeness)
         weights = torch.cholesky_solve(torch.from_numpy(logs - mean)[:, None], factor)[:, 0]
         return _Fit(known, load_mean, load_scale, mean, likeness, weights.numpy())
+
+    def _loads_of(self, placements: Sequence[Placement]) -> Floats:
+        """[n, F]; calculated once for each: most trials are those of the last time."""
+        new = [p for p in dict.fromkeys(placements) if p not in self._known_loads]
+        if new:
+            self._known_loads |= zip(new, self._loads.of(new), strict=True)
+        return np.stack([self._known_loads[placement] for placement in placements])
 
     def _coded(self, placements: Sequence[Placement]) -> Floats:
         rows = np.stack([placement.devices for placement in placements]).astype(np.int64)
@@ -171,9 +189,9 @@ class Smoother:
         np.put_along_axis(coded, rows[..., None], self._root_weights[None, :, None], axis=2)
         return coded.reshape(len(rows), -1)
 
-    def _factor(self, known: _Points, likeness: _Likeness) -> Tensor:
+    def _factor(self, apart: _Distances, likeness: _Likeness) -> Tensor:
         """Of the covariance of what was measured."""
-        among = likeness.covariance(known, known)
+        among = likeness.covariance(apart)
         # A trace of noise there must be: without any, two placements alike make it singular.
         trace = max(self._noise**2, 1e-8 * likeness.variance)
         among[np.diag_indices_from(among)] += trace
@@ -181,9 +199,11 @@ class Smoother:
         return factor
 
     def _likeliest(self, known: _Points, centred: Floats, variance: float) -> _Likeness:
+        apart = known.apart(known)
+        column = torch.from_numpy(centred)[:, None]
+
         def badness(likeness: _Likeness) -> float:
-            factor = self._factor(known, likeness)
-            column = torch.from_numpy(centred)[:, None]
+            factor = self._factor(apart, likeness)
             fit = float((column * torch.cholesky_solve(column, factor)).sum())
             return fit / 2 + float(factor.diagonal().log().sum())
 
@@ -221,30 +241,30 @@ class _Loads:
         elsewhere = ~np.eye(problem.num_devices, dtype=np.bool_)
         per_byte = problem.cluster.routes.seconds_per_byte[elsewhere]
         self._sending = graph.cost[once] * (float(per_byte.mean()) if len(per_byte) else 0.0)
-        self._seconds = np.where(np.isfinite(problem.group_seconds), problem.group_seconds, 0.0)
+        self.seconds = np.where(np.isfinite(problem.group_seconds), problem.group_seconds, 0.0)
+        """[D, G] to compute; 0 where a group cannot run."""
         kinds = np.asarray(problem.cluster.kind_of_device)
         self._of_a_kind = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
 
     def of(self, placements: Sequence[Placement]) -> Floats:
-        """[n, F] seconds that each device computes and sends, the busiest of each kind first: which
-        of two equal devices is which makes no difference. The largest and the sums as well."""
+        """[n, F] seconds that each device computes, and those that it sends and receives over a
+        typical route, each the longest first: which of several devices of a kind is which makes no
+        difference. The largest and the sums as well."""
         rows = np.stack([placement.devices for placement in placements])
-        here_DnG = rows == np.arange(len(self._seconds))[:, None, None]
+        here_DnG = rows == np.arange(len(self.seconds))[:, None, None]
         computes = np.stack(
-            [here @ seconds for here, seconds in zip(here_DnG, self._seconds, strict=True)], axis=1
+            [here @ seconds for here, seconds in zip(here_DnG, self.seconds, strict=True)], axis=1
         )
         sends = np.stack(
             [(here[:, self._source] != here[:, self._target]) @ self._sending for here in here_DnG],
             axis=1,
         )
-        for devices in self._of_a_kind:
-            order = np.argsort(-computes[:, devices], axis=1, kind="stable")
-            for seconds in (computes, sends):
-                seconds[:, devices] = np.take_along_axis(seconds[:, devices], order, axis=1)
-        both = computes + sends
+        busiest = (computes + sends).max(axis=1)
+        for seconds, devices in itertools.product((computes, sends), self._of_a_kind):
+            seconds[:, devices] = -np.sort(-seconds[:, devices], axis=1)
         return np.column_stack(
             [
                 computes, computes.max(axis=1), computes.sum(axis=1),
-                sends, sends.max(axis=1), sends.sum(axis=1), both.max(axis=1),
+                sends, sends.max(axis=1), sends.sum(axis=1), busiest,
             ]
         )  # fmt: skip
