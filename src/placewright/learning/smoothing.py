@@ -74,6 +74,11 @@ class _Distances(NamedTuple):
     squares: Floats
     """Of the distance between the loads."""
 
+    def last(self, count: int) -> _Distances:
+        """Those among the last so many, of placements from themselves."""
+        few = (slice(-count, None), slice(-count, None))
+        return _Distances(self.placed[few], self.squares[few])
+
 
 class _Points(NamedTuple):
     """Placements, as the process sees them."""
@@ -89,9 +94,6 @@ class _Points(NamedTuple):
         squares -= 2 * self.loads @ other.loads.T
         placed = np.maximum(1 - self.coded @ other.coded.T, 0.0)
         return _Distances(placed, np.maximum(squares, 0.0))
-
-    def last(self, count: int) -> _Points:
-        return _Points(self.coded[-count:], self.loads[-count:])
 
 
 class _Fit(NamedTuple):
@@ -171,8 +173,9 @@ class Smoother:
         mean = float(logs.mean())
         # What the noise does not explain; never quite nothing.
         variance = max(float(logs.var()) - self._noise**2, (0.1 * self._noise) ** 2)
-        likeness = self._likeliest(known.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
-        factor = self._factor(known.apart(known), likeness)
+        apart = known.apart(known)
+        likeness = self._likeliest(apart.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
+        factor = self._factor(apart, likeness)
         weights = torch.cholesky_solve(torch.from_numpy(logs - mean)[:, None], factor)[:, 0]
         return _Fit(known, load_mean, load_scale, mean, likeness, weights.numpy())
 
@@ -198,8 +201,7 @@ class Smoother:
         factor: Tensor = torch.linalg.cholesky(torch.from_numpy(among))
         return factor
 
-    def _likeliest(self, known: _Points, centred: Floats, variance: float) -> _Likeness:
-        apart = known.apart(known)
+    def _likeliest(self, apart: _Distances, centred: Floats, variance: float) -> _Likeness:
         column = torch.from_numpy(centred)[:, None]
 
         def badness(likeness: _Likeness) -> float:
