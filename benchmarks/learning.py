@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning quality     # the learners and local search, by trials
     python -m benchmarks.learning ablation    # what each ingredient of ppo is worth
-    python -m benchmarks.learning noise       # with 10% noise and 5% failures
+    python -m benchmarks.learning noise       # with 10% noise on every step, and 5% failures
     python -m benchmarks.learning transfer --trials 1 100 500 2000
                                               # a policy that was trained on the other models
     python -m benchmarks.learning speed       # seconds of one update
@@ -90,7 +90,8 @@ NOISE: Variants = {"ppo": ("ppo", ()), "ppo from scratch": ("ppo", SCRATCH)}
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One search; the best step time after each number of trials asked for."""
     problem = make_problem(load(case["model"]), Cluster.load(case["cluster"]))
-    noise = Noise(seed=case["seed"]) if case.get("noise") else None
+    steps = case.get("noisy_steps")
+    noise = Noise(steps=steps, seed=case["seed"]) if steps else None
     evaluator = _Remembering(problem, noise=noise)
     searched = run_search(
         problem,
@@ -190,8 +191,11 @@ def cases_of(variants: Variants, options: argparse.Namespace, **more: Any) -> li
 
 def noise(options: argparse.Namespace) -> None:
     """The same learners with the troubles of real measurement; those without are in `quality`."""
-    noisy = cases_of({f"{name}, noisy": v for name, v in NOISE.items()}, options, noise=True)
-    run_all(noisy, RESULTS / "noise.csv", options.jobs)
+    cases = []
+    for steps in options.steps:
+        variants = {f"{name}, {steps} noisy steps": v for name, v in NOISE.items()}
+        cases += cases_of(variants, options, noisy_steps=steps)
+    run_all(cases, RESULTS / "noise.csv", options.jobs)
 
 
 def transfer(options: argparse.Namespace) -> None:
@@ -326,25 +330,25 @@ def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]
     the trials, among the ten fastest, those the learner holds for the best, and the policy's
     likeliest), against the best of the same runs without noise, of the seeds that have both."""
     lines = [
-        "| | case | trials | seeds | without noise | with | excess, mean | worst seed |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| | case | steps timed | trials | seeds | without noise | with | excess | worst seed |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for row in noisy:
-        variant = row["variant"].removesuffix(", noisy")
+        variant, _, steps = row["variant"].removesuffix(" noisy steps").partition(", ")
         trials = max(
             int(c.removeprefix("best_at_")) for c in row if c.startswith("best_at_") and row[c]
         )
         for other in quiet:
             same = all(row[k] == other[k] for k in ("model", "cluster", "seed"))
             if same and other["variant"] == variant and other.get(f"best_at_{trials}"):
-                key = (variant, f"{row['model']} {row['cluster']}", f"{trials:,}")
+                key = (variant, f"{row['model']} {row['cluster']}", steps, f"{trials:,}")
                 pair = float(other[f"best_at_{trials}"]), float(row["answer_seconds"])
                 groups.setdefault(key, []).append(pair)
-    for (variant, case, trials_text), pairs in sorted(groups.items()):
+    for (variant, case, steps, trials_text), pairs in sorted(groups.items()):
         excess = [b / a - 1 for a, b in pairs]
         lines.append(
-            f"| {variant} | {case} | {trials_text} | {len(pairs)} "
+            f"| {variant} | {case} | {steps} | {trials_text} | {len(pairs)} "
             f"| {statistics.fmean(a for a, _ in pairs):.3f} "
             f"| {statistics.fmean(b for _, b in pairs):.3f} "
             f"| {statistics.fmean(excess):+.1%} | {max(excess):+.1%} |"
@@ -407,7 +411,7 @@ def report() -> None:
     titles = {
         "quality": "Quality at equal numbers of trials",
         "ablation": "What each ingredient is worth",
-        "noise": "10% noise on every time, 5% of the placements fail for no reason",
+        "noise": "10% noise on every step, 5% of the placements fail for no reason",
         "transfer": "A policy trained on the other models",
     }
     for name, title in titles.items():
@@ -470,6 +474,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--most", type=int, help="Trials of each run; default: all that count.")
     parser.add_argument("--train-trials", type=int, default=20000)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument(
+        "--steps", nargs="+", type=int, default=[9, 1], help="That a noisy trial times."
+    )
     parser.add_argument("--variants", nargs="+", help="Only these.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     return parser.parse_args()

@@ -103,6 +103,11 @@ POLISH_BY_TIME = 1500
 simulate so many placements of a model with a few thousand ops."""
 
 
+POLISH_NOISY = 48
+"""What `polish` is at most where times are noisy. A local search collects lucky times, but finds
+large gains, which are none of luck; with few trials of it to each of the policy's, those count."""
+
+
 def _learned(settings: Settings) -> Placer:
     check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
@@ -125,9 +130,9 @@ def _learned(settings: Settings) -> Placer:
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
     config = configured(preset, settings.learner)
     if config.noise:
-        # A local search would collect lucky times. Who wants that can say so.
-        config = configured(replace(config, polish=0), settings.learner)
-    return Learner(
+        polish = min(preset.polish, POLISH_NOISY)
+        config = configured(replace(config, polish=polish), settings.learner)
+    learner = Learner(
         settings.problem,
         config,
         name=settings.name,
@@ -135,6 +140,10 @@ def _learned(settings: Settings) -> Placer:
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
     )
+    if settings.cheap and settings.trials is None:
+        # It makes more of a trial, but in the time of an update a local search has a thousand.
+        learner.share = 0.5
+    return learner
 
 
 def check_learning(what: str) -> None:
@@ -185,7 +194,7 @@ METHODS: dict[str, Method] = {
         needs=("ortools",),
     ),
     "local-search": Method(
-        "simulated annealing from the best found so far and from scratch, until the budget is used",
+        "annealing at several temperatures, from the best found so far and from scratch; endless",
         lambda settings: LocalSearch(settings.problem, seed=settings.seed),
     ),
     "reinforce": Method(

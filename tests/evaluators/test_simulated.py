@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -108,12 +110,26 @@ def noisy(problem: Problem, noise: Noise, calls: int = 1) -> list[Measurement]:
 def test_noise_spreads_times_and_fails_some() -> None:
     tiny = tiny_problems()[0]
     measurements = noisy(tiny.problem, Noise(spread=0.2, failure_rate=0.1, seed=3))
-    times = np.array([m.step_seconds[0] for m in measurements if m.ok])
+    times = np.array([m.step_seconds for m in measurements if m.ok])
     assert np.std(np.log(times / tiny.best_seconds)) == pytest.approx(0.2, rel=0.1)
     assert np.mean(np.log(times / tiny.best_seconds)) == pytest.approx(0, abs=0.03)
     failed = [m for m in measurements if not m.ok]
     assert 30 <= len(failed) <= 90
     assert {m.reason for m in failed} == {"simulated failure of the machine"}
+
+
+def test_noise_of_the_steps_of_a_trial_averages_out() -> None:
+    problem = tiny_problems()[0].problem
+    trials = {}
+    for steps in (1, 16):
+        noise = Noise(spread=0.2, steps=steps, failure_rate=0, seed=3)
+        measurements = noisy(problem, noise)
+        assert {len(m.step_seconds) for m in measurements} == {steps}
+        trials[steps] = np.std([math.log(m.mean_seconds) for m in measurements])
+        # What the evaluator says of itself is how far off a trial is, not a step.
+        said = SimulatedEvaluator(problem, noise).noise
+        assert trials[steps] == pytest.approx(said, rel=0.15)
+    assert trials[1] / trials[16] == pytest.approx(4, rel=0.15)
 
 
 def test_noise_is_repeatable() -> None:
@@ -126,12 +142,14 @@ def test_noise_is_repeatable() -> None:
 def test_no_noise_at_all() -> None:
     tiny = tiny_problems()[0]
     measurements = noisy(tiny.problem, Noise(spread=0, failure_rate=0))
-    assert {m.step_seconds for m in measurements} == {(tiny.best_seconds,)}
+    assert {m.step_seconds for m in measurements} == {(tiny.best_seconds,) * 9}
 
 
 def test_impossible_noise() -> None:
     with pytest.raises(PlacementError, match="must not be negative, not -1"):
         Noise(spread=-1)
+    with pytest.raises(PlacementError, match="at least one step, not 0"):
+        Noise(steps=0)
     with pytest.raises(PlacementError, match="between 0 and 1, not 2"):
         Noise(failure_rate=2)
 

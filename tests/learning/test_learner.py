@@ -160,7 +160,9 @@ def test_where_times_are_noisy_it_finds_better_than_by_believing_them() -> None:
 
     def found(config: LearnerConfig, seed: int) -> float:
         learner = _learner(problem, config, seed)
-        search([learner], SimulatedEvaluator(problem, Noise(seed=seed)), Budget(trials=800))
+        search(
+            [learner], SimulatedEvaluator(problem, Noise(steps=1, seed=seed)), Budget(trials=800)
+        )
         elites = learner.favourites() or [elite.placement for elite in learner._elites]
         return float(np.mean([m.mean_seconds for m in exact.evaluate(elites)]))
 

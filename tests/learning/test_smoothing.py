@@ -39,7 +39,9 @@ def test_estimates_are_nearer_to_the_truth_than_measurements_and_choose_better()
     problem = _problem()
     placements = _neighbours(problem, 300)
     truth = [m.mean_seconds for m in SimulatedEvaluator(problem).evaluate(placements)]
-    noisy = SimulatedEvaluator(problem, Noise(spread=0.1, failure_rate=0.0)).evaluate(placements)
+    noisy = SimulatedEvaluator(problem, Noise(spread=0.1, steps=1, failure_rate=0.0)).evaluate(
+        placements
+    )
     smoother = Smoother(problem, 0.1)
     for placement, measurement in zip(placements, noisy, strict=True):
         smoother.add(placement, measurement.mean_seconds)
@@ -75,7 +77,9 @@ def test_what_was_never_tried_is_known_by_what_its_devices_have_to_do() -> None:
     problem = _problem()
     tried = RandomPlacement(problem, seed=3).ask(300)
     smoother = Smoother(problem, 0.05)
-    noisy = SimulatedEvaluator(problem, Noise(spread=0.05, failure_rate=0.0)).evaluate(tried)
+    noisy = SimulatedEvaluator(problem, Noise(spread=0.05, steps=1, failure_rate=0.0)).evaluate(
+        tried
+    )
     for placement, measurement in zip(tried, noisy, strict=True):
         smoother.add(placement, measurement.mean_seconds)
     kinds = np.asarray(problem.cluster.kind_of_device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class Noise:
 
     spread: float = 0.1
     """Standard deviation of the logarithm of each step time."""
+    steps: int = 9
+    """Steps that a trial times: real ones run ten and drop the first (`runners.config`)."""
     failure_rate: float = 0.05
     """Share of the placements that fail for no reason of their own."""
     seed: int = 0
@@ -29,6 +32,8 @@ class Noise:
     def __post_init__(self) -> None:
         if not (np.isfinite(self.spread) and self.spread >= 0):
             raise PlacementError(f"spread of the noise must not be negative, not {self.spread}")
+        if self.steps < 1:
+            raise PlacementError(f"a noisy trial times at least one step, not {self.steps}")
         if not 0 <= self.failure_rate <= 1:
             raise PlacementError(f"failure rate must be between 0 and 1, not {self.failure_rate}")
 
@@ -41,7 +46,7 @@ class SimulatedEvaluator(Evaluator):
     ) -> None:
         self._simulator = Simulator(problem, threads=threads)
         self._noise = noise
-        self.noise = noise.spread if noise else 0.0
+        self.noise = noise.spread / math.sqrt(noise.steps) if noise else 0.0
         self._rng = np.random.default_rng(noise.seed if noise else 0)
 
     @property
@@ -64,11 +69,11 @@ class SimulatedEvaluator(Evaluator):
         ]
 
     def _measurement(self, simulation: Simulation, row: int, placement: Placement) -> Measurement:
-        factor = 1.0
+        factors = np.ones(1)
         if self._noise is not None:
             # Drawn for every placement, so that what happens to one does not move the next.
-            normal, uniform = self._rng.standard_normal(), self._rng.random()
-            factor = float(np.exp(self._noise.spread * normal))
+            normal, uniform = self._rng.standard_normal(self._noise.steps), self._rng.random()
+            factors = np.exp(self._noise.spread * normal)
             if uniform < self._noise.failure_rate:
                 return Measurement(
                     outcome=Outcome.FAILED, reason="simulated failure of the machine"
@@ -81,8 +86,8 @@ class SimulatedEvaluator(Evaluator):
         if simulation.overflow_device[row] >= 0:
             reason = out_of_memory(self.problem, placement, simulation, row)
             return Measurement(outcome=Outcome.OUT_OF_MEMORY, peak_bytes=peak_bytes, reason=reason)
-        seconds = float(simulation.step_seconds[row]) * factor
-        return Measurement(outcome=Outcome.OK, step_seconds=(seconds,), peak_bytes=peak_bytes)
+        seconds = tuple((float(simulation.step_seconds[row]) * factors).tolist())
+        return Measurement(outcome=Outcome.OK, step_seconds=seconds, peak_bytes=peak_bytes)
 
 
 def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation, row: int) -> str:

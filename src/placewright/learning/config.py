@@ -46,10 +46,10 @@ class LearnerConfig:
     """Standard deviation of the logarithm of a measured time, where measuring the same placement
     again gives another. The times of placements that are nearly the same, or give the devices as
     much to do, then count together, for the reward as for what is imitated, and a failure is no
-    worse than a bit slower than the slowest of its batch, as it may be the machine's; there is no
-    polishing unless it is asked for. 0: every time is taken for what it is. Where it is not given,
-    methods take what the evaluator says of itself, but not for `reinforce`, nor where workers
-    measure (`--workers`)."""
+    worse than a bit slower than the slowest of its batch, as it may be the machine's; there is less
+    polishing unless more is asked for. 0: every time is taken for what it is. Where it is not
+    given, methods take what the evaluator says of itself, but not for `reinforce`, nor where
+    workers measure (`--workers`)."""
     normalise: bool = True
     """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
     against the moving average (the paper's)."""
@@ -85,8 +85,9 @@ class LearnerConfig:
     """Placements tried by a local search around the elites after each update's samples; the policy
     then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
     milliseconds. Where the budget is one of time alone, methods make it 1,500 unless told
-    otherwise: an update takes as long as simulating so many. A run that is resumed with another
-    kind of budget needs to be told the number it began with."""
+    otherwise: an update takes as long as simulating so many. With `noise` they make it 48: a local
+    search is led by luck, but not in the large gains. A run that is resumed with another kind of
+    budget needs to be told the number it began with."""
 
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local
