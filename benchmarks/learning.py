@@ -90,8 +90,7 @@ NOISE: Variants = {"ppo": ("ppo", ()), "ppo from scratch": ("ppo", SCRATCH)}
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """One search; the best step time after each number of trials asked for."""
     problem = make_problem(load(case["model"]), Cluster.load(case["cluster"]))
-    steps = case.get("noisy_steps")
-    noise = Noise(steps=steps, seed=case["seed"]) if steps else None
+    noise = Noise(steps=case["steps"], seed=case["seed"]) if "steps" in case else None
     evaluator = _Remembering(problem, noise=noise)
     searched = run_search(
         problem,
@@ -110,6 +109,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "variant": case["variant"],
         "seed": case["seed"],
     }
+    if noise is not None:
+        row["steps"] = noise.steps
     for trials in case["trials"]:
         reached = [point.step_seconds for point in searched.curve if point.trials <= trials]
         enough = trials <= case["most"]
@@ -162,7 +163,8 @@ def to_run(cases: Sequence[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
 
     def key(entry: dict[str, Any]) -> tuple[str, ...]:
         model = Path(str(entry["model"])).name.partition(".")[0]
-        return model, str(entry["cluster"]), entry["variant"], str(entry["seed"])
+        steps = str(entry.get("steps", ""))
+        return model, str(entry["cluster"]), entry["variant"], str(entry["seed"]), steps
 
     done = {key(row) for row in read_csv(path)}
     return [case for case in cases if key(case) not in done]
@@ -191,10 +193,7 @@ def cases_of(variants: Variants, options: argparse.Namespace, **more: Any) -> li
 
 def noise(options: argparse.Namespace) -> None:
     """The same learners with the troubles of real measurement; those without are in `quality`."""
-    cases = []
-    for steps in options.steps:
-        variants = {f"{name}, {steps} noisy steps": v for name, v in NOISE.items()}
-        cases += cases_of(variants, options, noisy_steps=steps)
+    cases = [case for steps in options.steps for case in cases_of(NOISE, options, steps=steps)]
     run_all(cases, RESULTS / "noise.csv", options.jobs)
 
 
@@ -335,14 +334,15 @@ def noise_table(noisy: Sequence[dict[str, str]], quiet: Sequence[dict[str, str]]
     ]
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for row in noisy:
-        variant, _, steps = row["variant"].removesuffix(" noisy steps").partition(", ")
+        variant = row["variant"]
         trials = max(
             int(c.removeprefix("best_at_")) for c in row if c.startswith("best_at_") and row[c]
         )
         for other in quiet:
             same = all(row[k] == other[k] for k in ("model", "cluster", "seed"))
             if same and other["variant"] == variant and other.get(f"best_at_{trials}"):
-                key = (variant, f"{row['model']} {row['cluster']}", steps, f"{trials:,}")
+                case = f"{row['model']} {row['cluster']}"
+                key = (variant, case, row["steps"], f"{trials:,}")
                 pair = float(other[f"best_at_{trials}"]), float(row["answer_seconds"])
                 groups.setdefault(key, []).append(pair)
     for (variant, case, steps, trials_text), pairs in sorted(groups.items()):
@@ -475,7 +475,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--train-trials", type=int, default=20000)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument(
-        "--steps", nargs="+", type=int, default=[9, 1], help="That a noisy trial times."
+        "--steps", nargs="+", type=int, default=[4, 1], help="That a noisy trial times."
     )
     parser.add_argument("--variants", nargs="+", help="Only these.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

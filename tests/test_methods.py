@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from placewright import methods
@@ -70,3 +72,25 @@ def test_every_method_has_one_line() -> None:
     for name, method in methods.METHODS.items():
         assert method.summary, name
         assert "\n" not in method.summary
+
+
+LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")
+
+
+@pytest.mark.parametrize(
+    ("settings", "polish"),
+    [
+        ({}, 240),
+        ({"noise": 0.1}, 48),
+        ({"noise": 0.1, "cheap": False}, 0),
+        ({"noise": 0.1, "learner": ["polish=100"]}, 100),
+        ({"learner": ["noise=0.1"]}, 48),
+        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE]}, 0),
+    ],
+)
+def test_how_much_is_polished_where_times_are_noisy(settings: Any, polish: int) -> None:
+    from placewright.learning.learner import Learner
+
+    (learner,) = methods.make(["ppo"], random_problem(0), trials=100, **settings)
+    assert isinstance(learner, Learner)
+    assert learner.config.polish == polish

@@ -115,14 +115,6 @@ def test_endless_placers_share_the_trials() -> None:
     assert [(r.method, r.trials) for r in progress.results()] == [("a", 1), ("x", 100), ("y", 100)]
 
 
-def test_shares_need_not_be_equal() -> None:
-    made = problem()
-    modest = Counting(made, name="x")
-    modest.share = 0.5
-    progress = search([modest, Counting(made, 300, name="y")], Summing(made), Budget(trials=150))
-    assert [(r.method, r.trials) for r in progress.results()] == [("x", 50), ("y", 100)]
-
-
 def test_a_placer_that_only_repeats_itself_ends() -> None:
     made = problem()
     progress = search([Counting(made)], Summing(made), Budget(trials=10_000))

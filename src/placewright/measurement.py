@@ -40,8 +40,8 @@ class Measurement:
 
     outcome: Outcome
     step_seconds: tuple[float, ...] = ()
-    """Wall-clock of each timed step, warm-up excluded; one entry when simulated. Where several runs
-    of a placement are pooled, the mean of each."""
+    """Wall-clock of each timed step, warm-up excluded; one entry when simulated without noise.
+    Where several runs of a placement are pooled, the mean of each."""
     peak_bytes: tuple[int, ...] = ()
     """Most memory in use on each device, where known."""
     reason: str = ""

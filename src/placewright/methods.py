@@ -128,11 +128,10 @@ def _learned(settings: Settings) -> Placer:
         preset = replace(preset, warm_start=0)
         if any(setting.strip().startswith("policy.") for setting in settings.learner):
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
+    if configured(preset, settings.learner).noise:  # from the evaluator, or said so
+        preset = replace(preset, polish=min(preset.polish, POLISH_NOISY))
     config = configured(preset, settings.learner)
-    if config.noise:
-        polish = min(preset.polish, POLISH_NOISY)
-        config = configured(replace(config, polish=polish), settings.learner)
-    learner = Learner(
+    return Learner(
         settings.problem,
         config,
         name=settings.name,
@@ -140,10 +139,6 @@ def _learned(settings: Settings) -> Placer:
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
     )
-    if settings.cheap and settings.trials is None:
-        # It makes more of a trial, but in the time of an update a local search has a thousand.
-        learner.share = 0.5
-    return learner
 
 
 def check_learning(what: str) -> None:
@@ -194,7 +189,7 @@ METHODS: dict[str, Method] = {
         needs=("ortools",),
     ),
     "local-search": Method(
-        "annealing at several temperatures, from the best found so far and from scratch; endless",
+        "simulated annealing from the best found so far and from scratch, until the budget is used",
         lambda settings: LocalSearch(settings.problem, seed=settings.seed),
     ),
     "reinforce": Method(

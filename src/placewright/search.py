@@ -197,15 +197,13 @@ def search(
         if out_of_budget():
             break
         # Endless placers share what is left; the others end by themselves.
-        share = 1.0
-        if placer.endless:
-            share = placer.share / sum(p.share for p in placers[number:] if p.endless)
+        sharers = sum(other.endless for other in placers[number:]) if placer.endless else 1
         until_seconds = until_trials = math.inf
         if budget.seconds is not None:
             elapsed = progress.elapsed_seconds
-            until_seconds = elapsed + (budget.seconds - elapsed) * share
+            until_seconds = elapsed + (budget.seconds - elapsed) / sharers
         if budget.trials is not None:
-            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) * share)
+            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
         idle = 0
         progress.placer = placer.name
         if told and placer.name not in restored:

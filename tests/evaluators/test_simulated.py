@@ -142,7 +142,7 @@ def test_noise_is_repeatable() -> None:
 def test_no_noise_at_all() -> None:
     tiny = tiny_problems()[0]
     measurements = noisy(tiny.problem, Noise(spread=0, failure_rate=0))
-    assert {m.step_seconds for m in measurements} == {(tiny.best_seconds,) * 9}
+    assert {m.step_seconds for m in measurements} == {(tiny.best_seconds,) * 4}
 
 
 def test_impossible_noise() -> None:

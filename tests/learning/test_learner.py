@@ -19,6 +19,7 @@ from placewright.learning.learner import FORMAT, Learner
 from placewright.learning.policy import Policy, PolicyConfig
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
+from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
 from placewright.search import Budget, search
@@ -61,6 +62,13 @@ def _answer(learner: Learner, seconds: Sequence[float | None]) -> None:
     )
 
 
+def _trials(asked: Sequence[Placement], measurements: Sequence[Measurement]) -> list[Trial]:
+    return [
+        Trial(placement=placement, measurement=measurement, placer="learner")
+        for placement, measurement in zip(asked, measurements, strict=True)
+    ]
+
+
 def _checkpoint(problem: Problem, folder: Path) -> Path:
     """Of a learner after its first update."""
     learner = _learner(problem, SMALL)
@@ -74,7 +82,14 @@ def _weights(learner: Learner) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, PAPER, replace(SMALL, polish=16, warm_start=3), replace(SMALL, noise=0.1)]
+    "config",
+    [
+        SMALL,
+        PAPER,
+        replace(SMALL, polish=16, warm_start=3),
+        replace(SMALL, noise=0.1),
+        replace(SMALL, noise=0.1, polish=16),
+    ],
 )
 @pytest.mark.parametrize("tiny", tiny_problems(), ids=lambda tiny: tiny.name)
 def test_contract(config: LearnerConfig, tiny: object) -> None:
@@ -325,6 +340,52 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
         return [line.partition('"update"')[2] for line in text.splitlines()]
 
     assert updates(metrics[0]) == updates(metrics[1])
+
+
+def test_where_times_are_noisy_polishing_goes_by_what_they_are_estimated_to_be() -> None:
+    """The fastest time by far is luck, as all that is nearly the same says."""
+    problem = _problem(30)
+    learner = _learner(problem, replace(SMALL, noise=0.1, polish=16))
+    while learner.updates < 3 or learner._polisher is None:
+        asked = learner.ask(16)
+        assert asked
+        learner.tell(_trials(asked, SimulatedEvaluator(problem).evaluate(asked)))
+    polisher = learner._polisher
+    known = polisher._home.elites[0].score.value
+    asked = learner.ask(16)
+    lucky = Measurement(outcome=Outcome.OK, step_seconds=(known / 2,))
+    exact = SimulatedEvaluator(problem).evaluate(asked[1:])
+    learner.tell(_trials(asked, [lucky, *exact]))
+    camps = polisher._camps()
+    assert min(elite.score.value for camp in camps for elite in camp.elites) > 0.7 * known
+
+
+def test_trials_since_the_checkpoint_are_not_lost_to_the_smoother(tmp_path: Path) -> None:
+    """Polishing begins anew, and does not propose again what the journal holds."""
+    problem = _problem(30)
+    config = replace(SMALL, noise=0.1, polish=16)
+    learner = _learner(problem, config)
+    trials: list[Trial] = []
+
+    def go_on(until: int) -> None:
+        while len(trials) < until:
+            asked = learner.ask(16)
+            new = _trials(asked, SimulatedEvaluator(problem).evaluate(asked))
+            learner.tell(new)
+            trials.extend(new)
+
+    go_on(60)
+    assert learner.checkpoint(tmp_path)
+    before = len(trials)
+    go_on(before + 40)
+    again = _learner(problem, config)
+    assert again.restore(tmp_path, trials)
+    assert again._smoother is not None
+    missing = [t for t in trials if t.measurement.ok and t.placement not in again._smoother]
+    assert not missing
+    # One that came with the checkpoint and was forgotten there stays forgotten.
+    del again._smoother._logs[trials[5].placement]
+    assert again._known_to_smoother(trials) == len(trials)
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_repeated(tmp_path: Path) -> None:

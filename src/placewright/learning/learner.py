@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -349,7 +349,7 @@ class Learner(Placer):
             teacher.tell(trials)
         if self._polisher is not None:
             # It is told of the samples as well: what the policy finds is worth a look around.
-            self._polisher.tell(trials)
+            self._polisher.tell(self._believed(trials))
             answered = {t.placement for t in trials} & self._polish_asked
             self._polish_left -= len(answered)
             self._polish_asked -= answered
@@ -514,6 +514,21 @@ class Learner(Placer):
             return []
         return [elite.placement for elite in self._smoothed(self._smoother)]
 
+    def _believed(self, trials: Sequence[Trial]) -> list[Trial]:
+        """With the times they are estimated to take: a local search that takes noisy ones for what
+        they are collects the lucky ones."""
+        ran = [trial for trial in trials if trial.measurement.ok]
+        if self._smoother is None or not ran:
+            return list(trials)
+        with _one_thread():
+            estimates = iter(self._smoother.estimate([trial.placement for trial in ran]).tolist())
+        return [
+            replace(trial, measurement=replace(trial.measurement, step_seconds=(next(estimates),)))
+            if trial.measurement.ok
+            else trial
+            for trial in trials
+        ]
+
     def _smoothed(self, smoother: Smoother) -> list[_Elite]:
         with _one_thread():
             return [_Elite(*found) for found in smoother.best(self._most_elites)]
@@ -615,12 +630,19 @@ class Learner(Placer):
         # The policy goes on from where it was, and proposes again what came after. The local search
         # has no checkpoint: it starts anew, and knows all that was tried.
         self._resumed = told
-        # What a smoother knows came with the checkpoint: old trials would count as new ones.
-        for trial in told if self._smoother is None else ():
+        for trial in told[self._known_to_smoother(told) :]:
             if self.config.polish or trial.placer != self.name:
                 self._keep(trial)
         self._snapshot = self.state()
         return True
+
+    def _known_to_smoother(self, told: Sequence[Trial]) -> int:
+        """How many of the journal's trials came before the checkpoint. What a smoother made of
+        them came with it, and what it has forgotten must not count as new."""
+        if self._smoother is None:
+            return 0
+        known = (n for n, trial in enumerate(told, 1) if trial.placement in self._smoother)
+        return max(known, default=0)
 
     def read_checkpoint(self, folder: Path) -> list[LearnerState]:
         """Takes over what the checkpoint holds, if there is one. The states are those of all

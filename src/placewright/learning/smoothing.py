@@ -131,6 +131,9 @@ class Smoother:
             self._logs[placement] = math.log(max(seconds, _SHORTEST_SECONDS))
             self._fitted = None
 
+    def __contains__(self, placement: Placement) -> bool:
+        return placement in self._logs
+
     def best(self, count: int) -> list[tuple[float, Placement]]:
         """The fastest by all that is known, with what each is estimated to take. They are kept,
         however old they get."""

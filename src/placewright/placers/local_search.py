@@ -1,13 +1,8 @@
-"""Parallel tempering with a few chains, from the best placements known and from scratch.
+"""Simulated annealing with a few chains, from the best placements known and from scratch.
 
 Every chain holds one placement and proposes changes to it: one group to another device, a run of
 time steps, a whole layer, two devices' contents exchanged, ... (`Moves`). A change for the better
-is taken; one for the worse is taken with a probability that falls with the chain's temperature:
-simulated annealing, but that the temperature goes by rank instead of by time. The chain with the
-best placement is the coldest, the one with the worst the hottest. Whenever a hot chain, which gets
-across what a cold one does not, finds something better than a colder one has, it cools down there
-and the other warms up; nobody has to know beforehand how long the search will be.
-
+is taken; one for the worse is taken with a probability that falls with the chain's temperature.
 Kinds of change that succeed are tried more often, and so are the better chains. A change that does
 not fit into a device's memory is tried again with other groups moved away from there.
 
@@ -47,20 +42,22 @@ class LocalSearchConfig:
 
     chains: int = 8
     """Placements that a camp improves side by side. More of them find more, but later."""
-    focus: float = 0.85
+    focus: float = 0.7
     """How often a chain is asked, as a share of how often the next better one is."""
-    hot: float = 4e-4
-    """Temperature of the worst chain, as a share of the step time: a change that makes the step
-    longer by this share is taken with probability 1/e."""
+    hot: float = 2e-3
+    """Temperature at which a cycle begins, as a share of the step time: a change that makes the
+    step longer by this share is taken with probability 1/e."""
     cold: float = 1e-5
-    """Temperature of the best chain; those between are evenly spaced on a logarithmic scale."""
+    """Temperature at which a cycle ends."""
+    cycle: int = 1000
+    """Proposals of a chain from hot to cold, the first time."""
+    growth: float = 1.5
+    """How many times longer each further cycle is, and each further season."""
     elites: int = 16
-    """The best placements that a camp keeps, to start from and to cross with."""
+    """The best placements that a camp keeps, to restart from and to cross with."""
     season: int = 6000
     """Answers that the camp from scratch gets before it joins the other, the first time. 0 for no
     such camp: only what was told is improved."""
-    growth: float = 1.5
-    """How many times longer each further season is."""
     memory: int = 500_000
     """Placements that are remembered, so that none is proposed twice."""
 
@@ -86,6 +83,10 @@ class _Known(NamedTuple):
 @dataclass(eq=False)
 class _Chain:
     now: _Known
+    length: int
+    """Answers from hot to cold."""
+    steps: int = 0
+    """Answers of this cycle so far."""
     gains: list[tuple[IndexArray, IndexArray]] = field(default_factory=list)
     """Groups and devices of changes that were for the better, since the last `tell`."""
     waiting: IndexArray | None = None
@@ -124,7 +125,7 @@ class _Asked(NamedTuple):
 
 
 class LocalSearch(Placer):
-    """Parallel tempering. Endless, but for spaces that it has tried out completely."""
+    """Parallel simulated annealing. Endless, but for spaces that it has tried out completely."""
 
     name = "local-search"
     endless = True
@@ -178,10 +179,12 @@ class LocalSearch(Placer):
             camp.answers += 1
             self._keep(camp, known)
             if asked and asked.change:
-                self._answer(camp, asked.change, known)
+                self._answer(asked.change, known)
         for camp in self._camps():
             for chain in camp.chains:
                 _combine(chain)
+                if chain.steps >= chain.length:
+                    self._restart(camp, chain)
         if self._away is not None and self._away.answers >= self._season:
             self._join(self._away)
 
@@ -229,7 +232,7 @@ class LocalSearch(Placer):
     def _next_of_chain(self, camp: _Camp) -> IndexArray | None:
         while len(camp.chains) < self._num_chains:
             start = camp.elites[len(camp.chains) % len(camp.elites)]
-            camp.chains.append(_Chain(start))
+            camp.chains.append(_Chain(start, self.config.cycle))
         ranked = sorted(camp.chains, key=lambda chain: chain.now.score)
         weights = [self.config.focus**rank for rank in range(len(ranked))]
         (chain,) = self._random.choices(ranked, weights)
@@ -329,31 +332,44 @@ class LocalSearch(Placer):
     def _nearly_same(self, one: _Known, other: _Known) -> bool:
         return int(np.count_nonzero(one.devices != other.devices)) <= self._nearly
 
-    def _answer(self, camp: _Camp, change: _Change, known: _Known) -> None:
+    def _answer(self, change: _Change, known: _Known) -> None:
         chain = change.chain
+        chain.steps += 1
         gain = known.score < change.parent.score
         if change.move:
             self._moves.learn(change.move, gain)
         groups = np.flatnonzero(change.parent.devices != known.devices).astype(np.int32)
         if gain:
             chain.gains.append((groups, known.devices[groups]))
-        if self._accepts(camp, chain, known.score):
+        if self._accepts(chain, known.score):
             chain.now = known
         elif known.score.failure == 1 and change.move != "relieve":
             chain.refused = (groups, known.devices[groups], self._overfull(known))
 
-    def _accepts(self, camp: _Camp, chain: _Chain, score: _Score) -> bool:
+    def _accepts(self, chain: _Chain, score: _Score) -> bool:
         now = chain.now.score
         if score <= now:
             return True
         if score.failure or now.failure:
             return False
+        done = chain.steps / chain.length
+        temperature = self.config.hot * (self.config.cold / self.config.hot) ** min(1.0, done)
         # Relative to the step time, but for steps that take none.
         loss = (score.value - now.value) / (now.value or 1.0)
-        better = sum(other.now.score < now for other in camp.chains)
-        rank = better / max(1, len(camp.chains) - 1)
-        temperature = self.config.cold * (self.config.hot / self.config.cold) ** rank
         return self._random.random() < math.exp(-loss / temperature)
+
+    def _restart(self, camp: _Camp, chain: _Chain) -> None:
+        """Reheats a chain at the end of its cycle.
+
+        The better half goes on from where it is. Of the others, every second one restarts from an
+        elite and the rest from the best, so that they are not lost on what leads nowhere.
+        """
+        chain.steps = 0
+        chain.length = math.ceil(chain.length * self.config.growth)
+        better = sum(other.now.score < chain.now.score for other in camp.chains)
+        if better >= len(camp.chains) / 2:
+            from_best = self._random.random() < 0.5
+            chain.now = camp.elites[0] if from_best else self._random.choice(camp.elites)
 
     def _join(self, away: _Camp) -> None:
         """The best chains of both camps go on as one; another camp starts from scratch."""
