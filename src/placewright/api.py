@@ -246,6 +246,8 @@ def place(
         learner: settings of the learned methods, such as `samples=32`.
         policy: file of a trained policy (`placewright train`) that they go on from.
     """
+    chosen = registry.parse(method)
+    registry.check_learner(chosen, learner, policy)
     if isinstance(graph, Problem):
         problem = graph
     else:
@@ -256,7 +258,7 @@ def place(
     seconds = parse_duration(budget) if isinstance(budget, str) else budget
     result = run(
         problem,
-        registry.parse(method),
+        chosen,
         Budget(seconds=seconds, trials=trials),
         seed=seed,
         directory=directory,

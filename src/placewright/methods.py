@@ -104,8 +104,8 @@ simulate so many placements of a model with a few thousand ops."""
 
 
 POLISH_NOISY = 48
-"""What `polish` is at most where times are noisy. A local search collects lucky times, but finds
-large gains, which are none of luck; with few trials of it to each of the policy's, those count."""
+"""What `polish` is at most where times are noisy. What the local search is told of a placement then
+comes from many others as well, most of all from the policy's samples, so these must be a fair part."""
 
 
 def _learned(settings: Settings) -> Placer:
@@ -139,6 +139,24 @@ def _learned(settings: Settings) -> Placer:
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
     )
+
+
+def check_learner(names: Sequence[str], learner: Sequence[str], policy: str | Path | None) -> None:
+    """Raises for what is said of learned methods where none of these is one, and for settings that
+    do not exist: before a model is read, which takes a while."""
+    learned = [name for name in names if METHODS[name].make is _learned]
+    if not learned and (learner or policy is not None):
+        given = "--learner" if learner else "--policy"
+        all_learned = [name for name, method in METHODS.items() if method.make is _learned]
+        raise SearchError(
+            f"{given} is for {' and '.join(all_learned)}, and not for {', '.join(names)}"
+        )
+    if learner:
+        check_learning(f"method {learned[0]!r}")
+        from placewright.learning.config import PRESETS, configured
+
+        for name in learned:
+            configured(PRESETS[name], learner)
 
 
 def check_learning(what: str) -> None:

@@ -74,6 +74,8 @@ def test_train_then_place_with_the_policy(run: Callable[..., Any], graph_file: P
         (("--policy", "x.st", "--learner", "policy.hidden=8"), "describes a new policy"),
         (("--policy", "broken.st"), "broken.st: not a placewright-policy/1 file"),
         (("-m", "reinforce", "--policy", "list.st"), "made for 3 groups"),
+        (("-m", "heft", "--learner", "samples=3"), "for reinforce and ppo, and not for heft"),
+        (("-m", "single,heft", "--policy", "x.st"), "--policy is for reinforce and ppo, and not"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -116,3 +118,10 @@ def test_torch_that_is_not_installed_is_named_with_its_install_command(
         result = run(*command)
         assert result.code == 2
         assert "pip install 'placewright[learning]'" in result.err
+
+
+def test_settings_are_checked_before_the_model_is_read(run: Callable[..., Any]) -> None:
+    for command in ("place", "compare"):
+        result = run(command, "no-such-model", "-c", "k80x2", "--learner", "sample=3")
+        assert result.code == 2
+        assert "did you mean samples?" in result.err

@@ -33,7 +33,7 @@ def test_a_trained_policy_places_an_unseen_graph_better_than_chance(tmp_path: Pa
         for problem in (_problem(0), _problem(1), _problem(2, gpus=4))
     ]
     policy = train(lessons, SMALL, Budget(trials=6000), observe=seen.append)
-    assert seen[-1].trials >= 6000
+    assert seen[-1].trials == 6000
     assert all(trial is not None and trial.measurement.ok for trial in seen[-1].best)
     policy.save(tmp_path / "policy.st")
 

@@ -135,6 +135,7 @@ def place(
     from placewright import methods as registry
 
     chosen = registry.parse(method)
+    registry.check_learner(chosen, learner or (), policy)
     limits = _budget(budget, trials, "1m")
     team_config = distribution.configured(
         controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
@@ -237,6 +238,8 @@ def compare(
 
     names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
     runs = [(name, registry.parse(name)) for name in names]
+    everyone = [method for _, chosen in runs for method in chosen]
+    registry.check_learner(list(dict.fromkeys(everyone)), learner or (), policy)
     limits = _budget(budget, trials, "20s")
     machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)

@@ -111,8 +111,9 @@ def train(
         updates = dict(zip(names, training.updates, strict=True))
         common.print_json({"policy": output, "trials": training.trials, "updates": updates})
     else:
+        problems = "1 problem" if len(lessons) == 1 else f"{len(lessons)} problems"
         common.console.print(
-            f"{common.escaped(output)}: trained on {len(lessons)} problems, "
+            f"{common.escaped(output)}: trained on {problems}, "
             f"{sum(training.updates):,} updates, {training.trials:,} trials; "
             "use it with placewright place --policy"
         )

@@ -85,8 +85,8 @@ class LearnerConfig:
     """Placements tried by a local search around the elites after each update's samples; the policy
     then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
     milliseconds. Where the budget is one of time alone, methods make it 1,500 unless told
-    otherwise: an update takes as long as simulating so many. With `noise` they make it 48: a local
-    search is led by luck, but not in the large gains. A run that is resumed with another kind of
+    otherwise: an update takes as long as simulating so many. With `noise` they make it 48 at
+    most, and with real runs 0. A run that is resumed with another kind of
     budget needs to be told the number it began with."""
 
     imitation_steps: int = 6

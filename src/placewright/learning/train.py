@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,15 @@ def train(
         out_of_time = budget.seconds is not None and training.seconds >= budget.seconds
         return stop() or out_of_time or training.trials >= (budget.trials or float("inf"))
 
+    def room() -> int:
+        left = math.inf if budget.trials is None else budget.trials - training.trials
+        return int(min(BATCH, left))
+
     going = True
     while going and not finished():
         going = False
         for number, (lesson, learner) in enumerate(zip(lessons, learners, strict=True)):
-            going |= _one_update(lesson, learner, number, training, finished)
+            going |= _one_update(lesson, learner, number, training, finished, room)
         training.updates = [learner.updates for learner in learners]
         observe(training)
     if not any(learner.updates for learner in learners):
@@ -97,12 +102,17 @@ def train(
 
 
 def _one_update(
-    lesson: Lesson, learner: Learner, number: int, training: Training, finished: Callable[[], bool]
+    lesson: Lesson,
+    learner: Learner,
+    number: int,
+    training: Training,
+    finished: Callable[[], bool],
+    room: Callable[[], int],
 ) -> bool:
-    """Whether there was anything left to try."""
+    """Whether there was anything left to try. `room`: for how many trials there is, at a time."""
     before = learner.updates
     while learner.updates == before and not finished():
-        asked = learner.ask(BATCH)
+        asked = learner.ask(room())
         if not asked:
             return False
         measurements = lesson.evaluator.evaluate(asked)
