@@ -104,8 +104,8 @@ simulate so many placements of a model with a few thousand ops."""
 
 
 POLISH_NOISY = 48
-"""What `polish` is at most where times are noisy. What the local search is told of a placement comes
-from many others as well then, most of all the policy's samples; these must be a fair part."""
+"""What `polish` is at most where times are noisy. What the local search is told of a placement
+comes from many others as well then, most of all the policy's samples; these must be a fair part."""
 
 
 def _learned(settings: Settings) -> Placer:
