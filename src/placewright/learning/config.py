@@ -86,8 +86,8 @@ class LearnerConfig:
     then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
     milliseconds. Where the budget is one of time alone, methods make it 1,500 unless told
     otherwise: an update takes as long as simulating so many. With `noise` they make it 48 at
-    most, and with real runs 0. A run that is resumed with another kind of
-    budget needs to be told the number it began with."""
+    most, and with real runs 0. A run that is resumed with another kind of budget needs to be told
+    the number it began with."""
 
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local
