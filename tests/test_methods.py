@@ -74,6 +74,13 @@ def test_every_method_has_one_line() -> None:
         assert "\n" not in method.summary
 
 
+def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> None:
+    """There is no polishing with real runs, and no warm start with a policy: no elites needed."""
+    alone = ["elites=0", "imitation=0"]
+    methods.check_learner(["ppo"], [*alone, "warm_start=0"], None)
+    methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")
+
+
 LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")
 
 

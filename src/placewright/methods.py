@@ -144,19 +144,16 @@ def _learned(settings: Settings) -> Placer:
 def check_learner(names: Sequence[str], learner: Sequence[str], policy: str | Path | None) -> None:
     """Raises for what is said of learned methods where none of these is one, and for settings that
     do not exist: before a model is read, which takes a while."""
-    learned = [name for name in names if METHODS[name].make is _learned]
-    if not learned and (learner or policy is not None):
-        given = "--learner" if learner else "--policy"
-        all_learned = [name for name, method in METHODS.items() if method.make is _learned]
-        raise SearchError(
-            f"{given} is for {' and '.join(all_learned)}, and not for {', '.join(names)}"
-        )
-    if learner:
-        check_learning(f"method {learned[0]!r}")
-        from placewright.learning.config import PRESETS, configured
+    if not learner and policy is None:
+        return
+    given = "--learner" if learner else "--policy"
+    check_learning(given)  # without its packages `auto` has left out those it would be for
+    learned = [name for name, method in METHODS.items() if method.make is _learned]
+    if not any(name in learned for name in names):
+        raise SearchError(f"{given} is for {' and '.join(learned)}, and not for {', '.join(names)}")
+    from placewright.learning.config import parsed
 
-        for name in learned:
-            configured(PRESETS[name], learner)
+    parsed(learner)
 
 
 def check_learning(what: str) -> None:

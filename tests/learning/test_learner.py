@@ -383,9 +383,23 @@ def test_trials_since_the_checkpoint_are_not_lost_to_the_smoother(tmp_path: Path
     assert again._smoother is not None
     missing = [t for t in trials if t.measurement.ok and t.placement not in again._smoother]
     assert not missing
+    # The new local search is told of estimates as well.
+    (lucky,) = RandomPlacement(problem, seed=5).ask(1)
+    best = min(trial.measurement.mean_seconds for trial in trials)
+    luck = Measurement(outcome=Outcome.OK, step_seconds=(best / 2,))
+    another = _learner(problem, config)
+    assert another.restore(tmp_path, [*trials, *_trials([lucky], [luck])])
+    another.ask(16)
+    assert another._polisher is not None
+    assert another._polisher._home.elites[0].score.value > 0.7 * best
     # One that came with the checkpoint and was forgotten there stays forgotten.
     del again._smoother._logs[trials[5].placement]
     assert again._known_to_smoother(trials) == len(trials)
+    # Measured once more, as in a final: that says nothing of when the checkpoint was.
+    early = _learner(problem, config)
+    early.read_checkpoint(tmp_path)
+    assert early._known_to_smoother([*trials, trials[0]]) == early._known_to_smoother(trials)
+    assert early._known_to_smoother(trials) <= before
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_repeated(tmp_path: Path) -> None:

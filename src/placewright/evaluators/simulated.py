@@ -25,9 +25,9 @@ class Noise:
     spread: float = 0.1
     """Standard deviation of the logarithm of each step time."""
     steps: int = 4
-    """Steps that a trial times, each with noise of its own. A real trial times nine or more, but
-    these have part of their noise in common: their mean is off by about as much as that of four
-    (`MeasuredEvaluator.noise`)."""
+    """Steps that a trial times, each with noise of its own. A real trial times nine or more unless
+    it is cut short, but these have part of their noise in common: their mean is off by about as
+    much as that of four (`MeasuredEvaluator.noise`)."""
     failure_rate: float = 0.05
     """Share of the placements that fail for no reason of their own."""
     seed: int = 0

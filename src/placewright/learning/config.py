@@ -165,6 +165,13 @@ PRESETS = {"reinforce": REINFORCE, "ppo": PPO}
 
 def configured(base: LearnerConfig, settings: Sequence[str]) -> LearnerConfig:
     """The config with `name=value` settings applied, as the command line gives them."""
+    changes, policy_changes = parsed(settings)
+    # All at once: some only make sense together.
+    return replace(base, policy=replace(base.policy, **policy_changes), **changes)
+
+
+def parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values by name, of the learner and of its policy."""
     changes: dict[str, Any] = {}
     policy_changes: dict[str, Any] = {}
     for setting in settings:
@@ -181,8 +188,7 @@ def configured(base: LearnerConfig, settings: Sequence[str]) -> LearnerConfig:
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
             raise LearningError(f"--learner {setting!r}: unknown setting {name!r}; {hint}")
         (policy_changes if of_policy else changes)[name] = _value(types[name], text, setting)
-    # All at once: some only make sense together.
-    return replace(base, policy=replace(base.policy, **policy_changes), **changes)
+    return changes, policy_changes
 
 
 def _value(kind: str, text: str, setting: str) -> Any:

@@ -317,7 +317,7 @@ class Learner(Placer):
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
             self._polisher = LocalSearch(self.problem, seed=self.seed)
-            self._polisher.tell(self._resumed)
+            self._polisher.tell(self._believed(self._resumed))
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()
         asked = self._polisher.ask(min(count, self._polish_left))
@@ -633,6 +633,8 @@ class Learner(Placer):
         for trial in told[self._known_to_smoother(told) :]:
             if self.config.polish or trial.placer != self.name:
                 self._keep(trial)
+        if self._smoother is not None:
+            self._smoother.forget()
         self._snapshot = self.state()
         return True
 
@@ -641,8 +643,11 @@ class Learner(Placer):
         them came with it, and what it has forgotten must not count as new."""
         if self._smoother is None:
             return 0
-        known = (n for n, trial in enumerate(told, 1) if trial.placement in self._smoother)
-        return max(known, default=0)
+        # The first of each: the final of real runs measures the best again.
+        number_of: dict[Placement, int] = {}
+        for number, trial in enumerate(told, 1):
+            number_of.setdefault(trial.placement, number)
+        return max((n for p, n in number_of.items() if p in self._smoother), default=0)
 
     def read_checkpoint(self, folder: Path) -> list[LearnerState]:
         """Takes over what the checkpoint holds, if there is one. The states are those of all

@@ -46,6 +46,9 @@ _REACHES = (1.0, 2.0)
 _FIT_WITH = 300
 """How many of the latest trials these choices are made with."""
 
+_AT_A_TIME = 5000
+"""Placements whose times are estimated at a time: a journal may hold many more than fit."""
+
 _SHORTEST_SECONDS = 1e-12
 """Steps of a graph that costs nothing take none, and have no logarithm."""
 
@@ -137,14 +140,15 @@ class Smoother:
     def best(self, count: int) -> list[tuple[float, Placement]]:
         """The fastest by all that is known, with what each is estimated to take. They are kept,
         however old they get."""
-        self._forget()
+        self.forget()
         placements = list(self._logs)
         estimates = self.estimate(placements) if placements else np.empty(0)
         order = np.argsort(estimates, kind="stable")[:count]
         self._best = [placements[number] for number in order]
         return [(float(estimates[number]), placements[number]) for number in order]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Old trials that are none of the best."""
         old = list(self._logs)[_FIRST:-_MOST]
         kept = {*self._best, *sorted(old, key=self._logs.__getitem__)[:_FASTEST]}
         for placement in old:
@@ -157,10 +161,12 @@ class Smoother:
         if self._fitted is None:
             self._fitted = self._fit()
         known, load_mean, load_scale, mean, likeness, weights = self._fitted
-        points = _Points(
-            self._coded(placements), (self._loads_of(placements) - load_mean) / load_scale
-        )
-        return np.asarray(np.exp(mean + likeness.covariance(points.apart(known)) @ weights))
+        estimates = [np.empty(0)]
+        for start in range(0, len(placements), _AT_A_TIME):
+            some = placements[start : start + _AT_A_TIME]
+            points = _Points(self._coded(some), (self._loads_of(some) - load_mean) / load_scale)
+            estimates.append(mean + likeness.covariance(points.apart(known)) @ weights)
+        return np.asarray(np.exp(np.concatenate(estimates)))
 
     def _fit(self) -> _Fit:
         placements = list(self._logs)
