@@ -48,18 +48,13 @@ def _answer(learner: Learner, seconds: Sequence[float | None]) -> None:
     """Answers what is asked for with these step times; None for a failure."""
     asked = learner.ask(len(seconds))
     assert len(asked) == len(seconds)
-    learner.tell(
-        [
-            Trial(
-                placement=placement,
-                measurement=Measurement(outcome=Outcome.FAILED, reason="test")
-                if time is None
-                else Measurement(outcome=Outcome.OK, step_seconds=(time,)),
-                placer="learner",
-            )
-            for placement, time in zip(asked, seconds, strict=True)
-        ]
-    )
+    measurements = [
+        Measurement(outcome=Outcome.FAILED, reason="test")
+        if time is None
+        else Measurement(outcome=Outcome.OK, step_seconds=(time,))
+        for time in seconds
+    ]
+    learner.tell(_trials(asked, measurements))
 
 
 def _trials(asked: Sequence[Placement], measurements: Sequence[Measurement]) -> list[Trial]:

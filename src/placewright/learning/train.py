@@ -80,17 +80,16 @@ def train(
     def finished() -> bool:
         training.seconds = time.monotonic() - started
         out_of_time = budget.seconds is not None and training.seconds >= budget.seconds
-        return stop() or out_of_time or training.trials >= (budget.trials or float("inf"))
+        return stop() or out_of_time or trials_left() <= 0
 
-    def room() -> int:
-        left = math.inf if budget.trials is None else budget.trials - training.trials
-        return int(min(BATCH, left))
+    def trials_left() -> float:
+        return math.inf if budget.trials is None else budget.trials - training.trials
 
     going = True
     while going and not finished():
         going = False
         for number, (lesson, learner) in enumerate(zip(lessons, learners, strict=True)):
-            going |= _one_update(lesson, learner, number, training, finished, room)
+            going |= _one_update(lesson, learner, number, training, finished, trials_left)
         training.updates = [learner.updates for learner in learners]
         observe(training)
     if not any(learner.updates for learner in learners):
@@ -107,12 +106,12 @@ def _one_update(
     number: int,
     training: Training,
     finished: Callable[[], bool],
-    room: Callable[[], int],
+    trials_left: Callable[[], float],
 ) -> bool:
-    """Whether there was anything left to try. `room`: for how many trials there is, at a time."""
+    """Whether there was anything left to try."""
     before = learner.updates
     while learner.updates == before and not finished():
-        asked = learner.ask(room())
+        asked = learner.ask(int(min(BATCH, trials_left())))
         if not asked:
             return False
         measurements = lesson.evaluator.evaluate(asked)
