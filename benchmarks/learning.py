@@ -64,7 +64,6 @@ QUALITY: Variants = {
     "ppo": ("ppo", ()),
     "local-search": ("local-search", ()),
     "ppo from scratch": ("ppo", SCRATCH),
-    "reinforce": ("reinforce", ()),
     # As published it has no end: a policy that has collapsed proposes the same placements again and
     # again, which are no new trials, and 20,000 of these can take for ever. This one ends where
     # less than 1% of the proposals are new.

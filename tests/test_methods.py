@@ -75,7 +75,8 @@ def test_every_method_has_one_line() -> None:
 
 
 def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> None:
-    """There is no polishing with real runs, and no warm start with a policy: no elites needed."""
+    """No polishing with real runs that it is not wanted for, and no warm start with a policy: no
+    elites needed."""
     alone = ["elites=0", "imitation=0"]
     methods.check_learner(["ppo"], [*alone, "warm_start=0"], None)
     methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")
@@ -85,19 +86,23 @@ LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")
 
 
 @pytest.mark.parametrize(
-    ("settings", "polish"),
+    ("settings", "samples", "polish"),
     [
-        ({}, 240),
-        ({"noise": 0.1}, 48),
-        ({"noise": 0.1, "cheap": False}, 0),
-        ({"noise": 0.1, "learner": ["polish=100"]}, 100),
-        ({"learner": ["noise=0.1"]}, 48),
-        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE]}, 0),
+        ({}, 16, 240),
+        ({"cheap": False}, 16, 0),
+        ({"noise": 0.1}, 4, 12),
+        ({"noise": 0.1, "cheap": False}, 4, 12),
+        ({"noise": 0.1, "learner": ["polish=100", "samples=7"]}, 7, 100),
+        ({"learner": ["noise=0.1"]}, 4, 12),
+        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE]}, 16, 0),
+        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE[:-1]], "cheap": False}, 16, 0),
     ],
 )
-def test_how_much_is_polished_where_times_are_noisy(settings: Any, polish: int) -> None:
+def test_how_much_is_polished_where_times_are_noisy(
+    settings: Any, samples: int, polish: int
+) -> None:
     from placewright.learning.learner import Learner
 
     (learner,) = methods.make(["ppo"], random_problem(0), trials=100, **settings)
     assert isinstance(learner, Learner)
-    assert learner.config.polish == polish
+    assert (learner.config.samples, learner.config.polish) == (samples, polish)

@@ -103,22 +103,25 @@ POLISH_BY_TIME = 1500
 simulate so many placements of a model with a few thousand ops."""
 
 
-POLISH_NOISY = 48
-"""What `polish` is at most where times are noisy. What the local search is told of a placement
-comes from many others as well then, most of all the policy's samples; these must be a fair part."""
+NOISY_SAMPLES, NOISY_POLISH = 4, 12
+"""What `samples` and `polish` are where times are noisy. What is found by estimates is as good as
+the estimates are, so few placements are tried until there are better ones."""
 
 
 def _learned(settings: Settings) -> Placer:
     check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
-    from placewright.learning.config import PRESETS, configured
+    from placewright.learning.config import PRESETS, configured, parsed
     from placewright.learning.learner import Learner
     from placewright.learning.policy import Policy
 
     preset = PRESETS[settings.name]
     if settings.noise and preset.elites:  # not the published method, which takes times as they are
         preset = replace(preset, noise=settings.noise)
-    if not settings.cheap:
+    said, _ = parsed(settings.learner)
+    if all(said.get(name, getattr(preset, name)) for name in ("noise", "polish", "elites")):
+        preset = replace(preset, samples=NOISY_SAMPLES, polish=NOISY_POLISH)
+    elif not settings.cheap:
         preset = replace(preset, polish=0)
     elif preset.polish and settings.trials is None:
         preset = replace(preset, polish=POLISH_BY_TIME)
@@ -128,8 +131,6 @@ def _learned(settings: Settings) -> Placer:
         preset = replace(preset, warm_start=0)
         if any(setting.strip().startswith("policy.") for setting in settings.learner):
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
-    if configured(preset, settings.learner).noise:  # from the evaluator, or said so
-        preset = replace(preset, polish=min(preset.polish, POLISH_NOISY))
     config = configured(preset, settings.learner)
     return Learner(
         settings.problem,

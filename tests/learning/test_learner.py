@@ -298,7 +298,9 @@ def test_clusters_larger_than_the_default_table_have_room() -> None:
     assert len(_learner(problem, SMALL).ask(8)) == 8
 
 
-@pytest.mark.parametrize("config", [SMALL, PAPER, replace(SMALL, noise=0.1)])
+@pytest.mark.parametrize(
+    "config", [SMALL, PAPER, replace(SMALL, noise=0.1), replace(SMALL, noise=0.1, polish=8)]
+)
 def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: Path) -> None:
     problem = _problem(30)
 
@@ -337,26 +339,10 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
     assert updates(metrics[0]) == updates(metrics[1])
 
 
-def test_where_times_are_noisy_polishing_goes_by_what_they_are_estimated_to_be() -> None:
-    """The fastest time by far is luck, as all that is nearly the same says."""
-    problem = _problem(30)
-    learner = _learner(problem, replace(SMALL, noise=0.1, polish=16))
-    while learner.updates < 3 or learner._polisher is None:
-        asked = learner.ask(16)
-        assert asked
-        learner.tell(_trials(asked, SimulatedEvaluator(problem).evaluate(asked)))
-    polisher = learner._polisher
-    known = polisher._home.elites[0].score.value
-    asked = learner.ask(16)
-    lucky = Measurement(outcome=Outcome.OK, step_seconds=(known / 2,))
-    exact = SimulatedEvaluator(problem).evaluate(asked[1:])
-    learner.tell(_trials(asked, [lucky, *exact]))
-    camps = polisher._camps()
-    assert min(elite.score.value for camp in camps for elite in camp.elites) > 0.7 * known
-
-
-def test_trials_since_the_checkpoint_are_not_lost_to_the_smoother(tmp_path: Path) -> None:
-    """Polishing begins anew, and does not propose again what the journal holds."""
+def test_what_others_tried_since_the_checkpoint_is_not_lost_to_the_smoother(
+    tmp_path: Path,
+) -> None:
+    """What it tried itself it proposes again."""
     problem = _problem(30)
     config = replace(SMALL, noise=0.1, polish=16)
     learner = _learner(problem, config)
@@ -373,23 +359,20 @@ def test_trials_since_the_checkpoint_are_not_lost_to_the_smoother(tmp_path: Path
     assert learner.checkpoint(tmp_path)
     before = len(trials)
     go_on(before + 40)
+    others = RandomPlacement(problem, seed=5).ask(10)
+    told = [
+        Trial(placement=placement, measurement=measurement, placer="random")
+        for placement, measurement in zip(
+            others, SimulatedEvaluator(problem).evaluate(others), strict=True
+        )
+    ]
     again = _learner(problem, config)
-    assert again.restore(tmp_path, trials)
+    assert again.restore(tmp_path, [*trials, *told])
     assert again._smoother is not None
-    missing = [t for t in trials if t.measurement.ok and t.placement not in again._smoother]
-    assert not missing
-    # The new local search is told of estimates as well.
-    (lucky,) = RandomPlacement(problem, seed=5).ask(1)
-    best = min(trial.measurement.mean_seconds for trial in trials)
-    luck = Measurement(outcome=Outcome.OK, step_seconds=(best / 2,))
-    another = _learner(problem, config)
-    assert another.restore(tmp_path, [*trials, *_trials([lucky], [luck])])
-    another.ask(16)
-    assert another._polisher is not None
-    assert another._polisher._home.elites[0].score.value > 0.7 * best
+    assert all(trial.placement in again._smoother for trial in told if trial.measurement.ok)
     # One that came with the checkpoint and was forgotten there stays forgotten.
     del again._smoother._logs[trials[5].placement]
-    assert again._known_to_smoother(trials) == len(trials)
+    assert again._known_to_smoother([*trials, *told]) == len(trials) + len(told)
     # Measured once more, as in a final: that says nothing of when the checkpoint was.
     early = _learner(problem, config)
     early.read_checkpoint(tmp_path)

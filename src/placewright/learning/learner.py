@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from placewright.errors import LearningError, PlacementError
 from placewright.graph import IndexArray
 from placewright.learning.config import LearnerConfig
 from placewright.learning.features import features
+from placewright.learning.imagination import Imagination
 from placewright.learning.policy import Policy
 from placewright.learning.smoothing import Smoother
 from placewright.learning.tensors import read_tensors, write_tensors
@@ -177,7 +178,11 @@ class Learner(Placer):
         self._order = torch.from_numpy(seen.order.astype(np.int64))
         self._failing_reward = -math.sqrt(self.config.failing_seconds or _failing_seconds(problem))
         self._elites: list[_Elite] = []
-        self._smoother = Smoother(problem, self.config.noise) if self.config.noise else None
+        self._smoother: Smoother | None = None
+        self._imagination: Imagination | None = None
+        if self.config.noise:
+            self._smoother = Smoother(problem, self.config.noise)
+            self._imagination = Imagination(problem, self._smoother, self.seed)
         self.why_not = ""
         self._asked_any = False
         self._novelty = 1.0
@@ -190,9 +195,10 @@ class Learner(Placer):
         self._answers: list[Measurement | None] = []
         # Other proposals that are not answered: the teachers', the best guess, polishing.
         self._others: set[Placement] = set()
-        # Polishing: a local search of its own, and how many placements it may try until the next
-        # update.
+        # Polishing: a local search of its own, or what it came to on estimates where times are
+        # noisy, and how many placements may be tried until the next update.
         self._polisher: LocalSearch | None = None
+        self._imagined: list[Placement] = []
         self._polish_left = 0
         self._polish_asked: set[Placement] = set()
         self._polished_all = False
@@ -268,8 +274,9 @@ class Learner(Placer):
             if asked:
                 return asked
             self._teachers.pop(0)
-        if self._sampled is None and self._polish_left > 0:
-            asked = self._ask_polisher(count)
+        if self._sampled is None and (self._polish_left > 0 or self._imagined):
+            ask = self._ask_polisher if self._imagination is None else self._ask_imagination
+            asked = ask(count)
             if asked:
                 return asked
             self._polish_left = 0
@@ -317,11 +324,21 @@ class Learner(Placer):
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
             self._polisher = LocalSearch(self.problem, seed=self.seed)
-            self._polisher.tell(self._believed(self._resumed))
+            self._polisher.tell(self._resumed)
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()
         asked = self._polisher.ask(min(count, self._polish_left))
         self._polish_asked.update(asked)
+        return asked
+
+    def _ask_imagination(self, count: int) -> list[Placement]:
+        """All at once: what is found on estimates does not wait for answers."""
+        assert self._imagination is not None
+        if self._polish_left:
+            with _one_thread():
+                self._imagined = self._imagination.propose(self._polish_left, self.updates)
+            self._polish_left = 0
+        asked, self._imagined = self._imagined[:count], self._imagined[count:]
         return asked
 
     # --- tell ------------------------------------------------------------------------------------
@@ -336,7 +353,7 @@ class Learner(Placer):
                 self._answers[place.pop(0)] = trial.measurement
             elif trial.placement in self._others:
                 self._others.discard(trial.placement)
-            elif trial.placer == self.name and not self.config.polish:
+            elif trial.placer == self.name and self._repeats:
                 # Its own, from the journal of a run without a checkpoint: all of it will be
                 # proposed again, and what came of it must not be known before.
                 continue
@@ -349,7 +366,7 @@ class Learner(Placer):
             teacher.tell(trials)
         if self._polisher is not None:
             # It is told of the samples as well: what the policy finds is worth a look around.
-            self._polisher.tell(self._believed(trials))
+            self._polisher.tell(trials)
             answered = {t.placement for t in trials} & self._polish_asked
             self._polish_left -= len(answered)
             self._polish_asked -= answered
@@ -475,6 +492,8 @@ class Learner(Placer):
             }
         )
         self._sampled = None
+        if self._imagination is not None:
+            self._polished_all = False  # other estimates, other proposals
         self._polish_left = 0 if self._polished_all else self.config.polish
         self._snapshot = self.state()
 
@@ -491,6 +510,8 @@ class Learner(Placer):
 
     def _keep(self, trial: Trial) -> None:
         """Keeps the best placements seen, whoever proposed them."""
+        if self._imagination is not None:
+            self._imagination.tell(trial)
         seconds = trial.measurement.mean_seconds
         good = len(self._elites) < self._most_elites or seconds < self._elites[-1].seconds
         if not trial.measurement.ok or not (good or self._smoother is not None):
@@ -513,21 +534,6 @@ class Learner(Placer):
         if self._smoother is None:
             return []
         return [elite.placement for elite in self._smoothed(self._smoother)]
-
-    def _believed(self, trials: Sequence[Trial]) -> list[Trial]:
-        """With the times they are estimated to take: a local search that takes noisy ones for what
-        they are collects the lucky ones."""
-        ran = [trial for trial in trials if trial.measurement.ok]
-        if self._smoother is None or not ran:
-            return list(trials)
-        with _one_thread():
-            estimates = iter(self._smoother.estimate([trial.placement for trial in ran]).tolist())
-        return [
-            replace(trial, measurement=replace(trial.measurement, step_seconds=(next(estimates),)))
-            if trial.measurement.ok
-            else trial
-            for trial in trials
-        ]
 
     def _smoothed(self, smoother: Smoother) -> list[_Elite]:
         with _one_thread():
@@ -587,6 +593,8 @@ class Learner(Placer):
         tensors = {"random": self._random.get_state(), "recent": recent}
         if self._smoother is not None:
             tensors |= self._smoother.state()
+        if self._imagination is not None:
+            tensors |= self._imagination.state()
         return LearnerState(described, tensors)
 
     def take_state(self, state: LearnerState) -> None:
@@ -603,6 +611,8 @@ class Learner(Placer):
         ]
         if self._smoother is not None:
             self._smoother.take_state(tensors)
+        if self._imagination is not None:
+            self._imagination.take_state(tensors)
         self._polish_left = self.config.polish
 
     def _whole(self, states: Sequence[LearnerState]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -631,12 +641,18 @@ class Learner(Placer):
         # has no checkpoint: it starts anew, and knows all that was tried.
         self._resumed = told
         for trial in told[self._known_to_smoother(told) :]:
-            if self.config.polish or trial.placer != self.name:
+            if trial.placer != self.name or not self._repeats:
                 self._keep(trial)
         if self._smoother is not None:
             self._smoother.forget()
         self._snapshot = self.state()
         return True
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether all that a resumed run proposed since its checkpoint is proposed again. A local
+        search on real trials has no checkpoint, and finds other ways."""
+        return not self.config.polish or self._imagination is not None
 
     def _known_to_smoother(self, told: Sequence[Trial]) -> int:
         """How many of the journal's trials came before the checkpoint. What a smoother made of

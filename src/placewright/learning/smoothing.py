@@ -24,7 +24,7 @@ from placewright.problem import Problem
 
 Floats = npt.NDArray[np.float64]
 
-_MOST = 1000
+_MOST = 2000
 """Trials that count, the latest ones: the policy has moved away from the older ones, and the work
 grows with their cube."""
 
@@ -107,6 +107,8 @@ class _Fit(NamedTuple):
     load_scale: Floats
     mean: float
     likeness: _Likeness
+    factor: Tensor
+    """Of the covariance of what was measured."""
     weights: Floats
 
 
@@ -158,17 +160,34 @@ class Smoother:
 
     def estimate(self, placements: Sequence[Placement]) -> Floats:
         """What each takes, in seconds. There must be a trial that ran."""
-        if self._fitted is None:
-            self._fitted = self._fit()
-        known, load_mean, load_scale, mean, likeness, weights = self._fitted
+        fit = self._fit()
         estimates = [np.empty(0)]
         for start in range(0, len(placements), _AT_A_TIME):
             some = placements[start : start + _AT_A_TIME]
-            points = _Points(self._coded(some), (self._loads_of(some) - load_mean) / load_scale)
-            estimates.append(mean + likeness.covariance(points.apart(known)) @ weights)
+            covariance = self._covariance(fit, some, self._loads_of(some))
+            estimates.append(fit.mean + covariance @ fit.weights)
         return np.asarray(np.exp(np.concatenate(estimates)))
 
+    def optimistic(self, placements: Sequence[Placement], boldness: Floats) -> Floats:
+        """[n] logarithm of the seconds that each may take if it is faster than estimated, by so
+        many standard deviations of the estimate. There must be a trial that ran."""
+        fit = self._fit()
+        covariance = self._covariance(fit, placements, self._loads.of(placements))
+        known = torch.linalg.solve_triangular(
+            fit.factor, torch.from_numpy(covariance.T), upper=False
+        )
+        unknown = fit.likeness.variance - (known**2).sum(dim=0).numpy()
+        deviation = np.sqrt(np.maximum(unknown, 0.0))
+        return np.asarray(fit.mean + covariance @ fit.weights - boldness * deviation)
+
+    def _covariance(self, fit: _Fit, placements: Sequence[Placement], loads: Floats) -> Floats:
+        """With what was measured."""
+        points = _Points(self._coded(placements), (loads - fit.load_mean) / fit.load_scale)
+        return fit.likeness.covariance(points.apart(fit.known))
+
     def _fit(self) -> _Fit:
+        if self._fitted is not None:
+            return self._fitted
         placements = list(self._logs)
         self._known_loads = {p: self._known_loads[p] for p in placements if p in self._known_loads}
         loads = self._loads_of(placements)
@@ -186,7 +205,8 @@ class Smoother:
         likeness = self._likeliest(apart.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
         factor = self._factor(apart, likeness)
         weights = torch.cholesky_solve(torch.from_numpy(logs - mean)[:, None], factor)[:, 0]
-        return _Fit(known, load_mean, load_scale, mean, likeness, weights.numpy())
+        self._fitted = _Fit(known, load_mean, load_scale, mean, likeness, factor, weights.numpy())
+        return self._fitted
 
     def _loads_of(self, placements: Sequence[Placement]) -> Floats:
         """[n, F]; calculated once for each: most trials are those of the last time."""

@@ -1,0 +1,200 @@
+"""Polishing where times are noisy: a local search on what placements are estimated to take.
+
+A trial says little there, and a local search that compares one trial with another mostly collects
+the lucky ones. What all trials together say of a placement (`Smoother`) costs nothing to ask, so
+the search is done there, over thousands of placements, and only what looks best is tried. How sure
+the estimate is counts too: some walks look for what is fast by all that is known, others for what
+may be, so that trials go where there is something to learn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from placewright.graph import IndexArray
+from placewright.learning.smoothing import Smoother
+from placewright.measurement import Measurement, Outcome, Trial
+from placewright.placement import Placement
+from placewright.placers._moves import Moves
+from placewright.problem import Problem
+
+Floats = npt.NDArray[np.float64]
+
+_WALKS = 16
+"""Walks at a time, each from one of the best placements known."""
+
+_STEPS = 30
+"""How far each goes. Further away the estimates are guesses."""
+
+_CHANGES = 8
+"""Changes that a step is the best of."""
+
+_BOLDEST = 3.0
+"""Standard deviations of its estimate by which the boldest walk takes a placement to be faster; the
+others are anywhere between that and 0."""
+
+_PEAKS = 500
+"""Trials whose peaks of memory count, the latest ones."""
+
+_OVERFULL = 10.0
+"""By how much the logarithm of the time counts as larger for each time that a device's memory is
+needed once more than it is there."""
+
+
+class Imagination:
+    """Proposes placements that are likely to be fast, or may be."""
+
+    def __init__(self, problem: Problem, smoother: Smoother, seed: int) -> None:
+        self._problem = problem
+        self._smoother = smoother
+        self._seed = seed
+        self._random = random.Random()
+        self._moves = Moves(problem, self._random)
+        self._memory = _Memory(problem)
+        # What failed has no time, and the estimates of its like would propose it for ever.
+        self._failed: dict[Placement, None] = {}
+
+    def tell(self, trial: Trial) -> None:
+        if not trial.measurement.ok:
+            self._failed[trial.placement] = None
+        self._memory.learn(trial.placement, trial.measurement)
+
+    def propose(self, count: int, number: int) -> list[Placement]:
+        """Placements that were not tried. The same trials and the same number give the same."""
+        # By a text, which gives the same numbers in every process.
+        self._random.seed(f"{self._seed}/{number}")
+        known = [placement for _, placement in self._smoother.best(_WALKS)]
+        if not known or not self._moves.free:
+            return []
+        walks = list(known)
+        boldness = np.array([self._random.uniform(0.0, _BOLDEST) for _ in walks])
+        now = self._promise(walks, boldness)
+        seen: dict[Placement, float] = {}
+        for _ in range(_STEPS):
+            changed: list[Placement] = []
+            walk_of: list[int] = []
+            for walk, placement in enumerate(walks):
+                for _ in range(_CHANGES):
+                    other = self._random.choice(known).devices
+                    _, devices = self._moves.draw(placement.devices, None, other)
+                    if devices is not None:
+                        changed.append(Placement.of(self._problem, devices))
+                        walk_of.append(walk)
+            if not changed:
+                break
+            promise = self._promise(changed, boldness[walk_of])
+            for walk, placement, value in zip(walk_of, changed, promise.tolist(), strict=True):
+                seen[placement] = min(value, seen.get(placement, np.inf))
+                if value < now[walk]:
+                    now[walk], walks[walk] = value, placement
+        # Where the walks ended, the most promising first; then what they came by.
+        ended = sorted(zip(now.tolist(), range(len(walks)), strict=True))
+        passed = sorted(seen, key=seen.__getitem__)
+        proposed: list[Placement] = []
+        for placement in [*(walks[walk] for _, walk in ended), *passed]:
+            if len(proposed) == count:
+                break
+            if self._is_new(placement) and _differs(placement, proposed):
+                proposed.append(placement)
+        return proposed
+
+    def _is_new(self, placement: Placement) -> bool:
+        return placement not in self._smoother and placement not in self._failed
+
+    def _promise(self, placements: Sequence[Placement], boldness: Floats) -> Floats:
+        """[n] logarithm of what each may take; less is better."""
+        missing = self._memory.missing(placements)
+        return self._smoother.optimistic(placements, boldness) + _OVERFULL * missing
+
+    # --- checkpoints ---
+
+    def state(self) -> dict[str, Tensor]:
+        devices = [placement.devices for placement in self._failed]
+        shape = (len(devices), self._problem.num_groups)
+        failed = torch.from_numpy(np.array(devices, dtype=np.int32).reshape(shape))
+        return {"imagined_failed": failed} | self._memory.state()
+
+    def take_state(self, tensors: Mapping[str, Tensor]) -> None:
+        rows = tensors["imagined_failed"].tolist()
+        self._failed = {Placement.of(self._problem, devices): None for devices in rows}
+        self._memory.take_state(tensors)
+
+
+def _differs(placement: Placement, others: Sequence[Placement]) -> bool:
+    """In more than one group from each: trials of nearly the same tell little more than one."""
+    return all(int((placement.devices != other.devices).sum()) > 1 for other in others)
+
+
+class _Memory:
+    """How much memory placements need: as much as their groups, each of which needs about as much
+    wherever it is. How much that is comes from the peaks measured last (ridge regression)."""
+
+    def __init__(self, problem: Problem) -> None:
+        room = [device.memory_bytes for device in problem.cluster.devices]
+        self._numbers = np.arange(len(room))[:, None]
+        self._unit = float(max(room))
+        self._room = np.array(room, dtype=np.float64) / self._unit
+        self._resident = problem.group_resident_bytes / self._unit
+        self._groups = problem.num_groups
+        # [G] devices of a trial, and [D] its peaks, not a number where unknown.
+        self._known: deque[tuple[IndexArray, Floats]] = deque(maxlen=_PEAKS)
+        self._fitted: tuple[Floats, float] | None = None
+
+    def learn(self, placement: Placement, measurement: Measurement) -> None:
+        if measurement.peak_bytes:
+            peaks = np.array(measurement.peak_bytes) / self._unit
+        elif measurement.outcome is Outcome.OUT_OF_MEMORY:
+            # Nobody says where: on the device that was to be the fullest, a bit too much.
+            group_room, _ = self._fit()
+            share = (placement.devices == self._numbers) @ group_room / self._room
+            fullest = np.arange(len(share)) == share.argmax()
+            peaks = np.where(fullest, 1.1 * self._room, np.nan)
+        else:
+            return
+        self._known.append((placement.devices, peaks))
+        self._fitted = None
+
+    def missing(self, placements: Sequence[Placement]) -> Floats:
+        """[n] how many times the memory of a device is needed beyond what there is, all devices
+        together. The usual error of this is added, to be on the safe side."""
+        group_room, error = self._fit()
+        rows = np.stack([placement.devices for placement in placements])
+        here_nDG = rows[:, None, :] == self._numbers
+        share = (here_nDG @ group_room + error) / self._room
+        return np.asarray(np.maximum(share - 1, 0.0).sum(axis=1))
+
+    def _fit(self) -> tuple[Floats, float]:
+        """[G] what each group needs, and by how much the sums are off."""
+        if self._fitted is None:
+            here, beyond, error = np.zeros((0, self._groups)), np.zeros(0), 0.0
+            if self._known:
+                devices, peaks = (np.stack(column) for column in zip(*self._known, strict=True))
+                measured = np.isfinite(peaks)
+                here = (devices[:, None, :] == self._numbers)[measured].astype(np.float64)
+                beyond = peaks[measured] - here @ self._resident
+            ridge = here.T @ here + 0.01 * np.eye(self._groups)
+            needs = np.linalg.solve(ridge, here.T @ beyond)
+            if len(beyond):
+                error = float(np.sqrt(np.mean((beyond - here @ needs) ** 2)))
+            self._fitted = self._resident + needs, error
+        return self._fitted
+
+    def state(self) -> dict[str, Tensor]:
+        devices = np.array([devices for devices, _ in self._known], dtype=np.int32)
+        peaks = np.array([peaks for _, peaks in self._known], dtype=np.float64)
+        return {
+            "peak_devices": torch.from_numpy(devices.reshape(-1, self._groups)),
+            "peaks": torch.from_numpy(peaks.reshape(-1, len(self._room))),
+        }
+
+    def take_state(self, tensors: Mapping[str, Tensor]) -> None:
+        self._known.clear()
+        self._known += zip(tensors["peak_devices"].numpy(), tensors["peaks"].numpy(), strict=True)
+        self._fitted = None
