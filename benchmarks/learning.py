@@ -245,8 +245,8 @@ def speed() -> None:
     evaluator = SimulatedEvaluator(problem)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["device"] != device]
-    # As the presets are, with all their gradient steps, but for one polished placement instead of
-    # 240: simulating is not what is timed.
+    # As the presets are, with all their gradient steps, but for the size of the network and one
+    # polished placement instead of 240: simulating is not what is timed.
     for preset, hidden in itertools.product(("reinforce", "ppo"), (128, 256)):
         settings = [f"policy.hidden={hidden}", "samples=16", "warm_start=0"]
         if preset == "ppo":

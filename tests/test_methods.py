@@ -75,8 +75,8 @@ def test_every_method_has_one_line() -> None:
 
 
 def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> None:
-    """No polishing with real runs that it is not wanted for, and no warm start with a policy: no
-    elites needed."""
+    """Real runs are only polished where there are elites, and a trained policy has no warm start:
+    neither has to be switched off."""
     alone = ["elites=0", "imitation=0"]
     methods.check_learner(["ppo"], [*alone, "warm_start=0"], None)
     methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")

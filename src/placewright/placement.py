@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,12 @@ class Placement:
     def main_device(self) -> int:
         """The device with most groups: of a placement on a single device, that one."""
         return int(np.bincount(self.devices).argmax())
+
+    @property
+    def digest(self) -> int:
+        """The same in every process, unlike `hash`."""
+        data = hashlib.blake2b(self.devices.tobytes(), digest_size=8).digest()
+        return int.from_bytes(data, "little", signed=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):

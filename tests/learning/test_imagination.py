@@ -131,9 +131,10 @@ def test_proposals_fit_into_memory(failures_have_peaks: bool) -> None:
     def failing(proposed: Sequence[Placement]) -> int:
         return sum(not m.ok for m in exact.evaluate(proposed))
 
-    proposed = imagination.propose(16, 0)
-    assert len(proposed) == 16
-    assert failing(proposed) < failing(ignorant.propose(16, 0))
+    proposed = [p for number in range(3) for p in imagination.propose(16, number)]
+    assert len(proposed) == 48
+    others = [p for number in range(3) for p in ignorant.propose(16, number)]
+    assert failing(proposed) < 0.8 * failing(others)
 
 
 def test_a_checkpoint_holds_all_it_knows() -> None:
@@ -142,6 +143,14 @@ def test_a_checkpoint_holds_all_it_knows() -> None:
     smoother, imagination = _told(
         problem, placements, SimulatedEvaluator(problem).evaluate(placements)
     )
+    # Peaks of another number of devices are not taken for true, those told twice are told once.
+    for measurement in (
+        Measurement(outcome=Outcome.OUT_OF_MEMORY, reason="test"),
+        Measurement(outcome=Outcome.OK, step_seconds=(1.0,), peak_bytes=(1,)),
+    ):
+        for placement in (placements[0], *RandomPlacement(problem, seed=9).ask(1)):
+            imagination.tell(Trial(placement=placement, measurement=measurement, placer="test"))
+    assert len(imagination.state()["peaks"]) == 61
     again = Imagination(problem, smoother, seed=3)
     again.take_state(imagination.state())
     assert again.propose(10, 4) == imagination.propose(10, 4)

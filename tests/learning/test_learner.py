@@ -298,6 +298,21 @@ def test_clusters_larger_than_the_default_table_have_room() -> None:
     assert len(_learner(problem, SMALL).ask(8)) == 8
 
 
+class _Failing(SimulatedEvaluator):
+    """Every tenth placement fails for no reason, and every tenth says no more than that memory ran
+    out: the same ones whenever they are asked for."""
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
+        failures = {
+            0: Measurement(outcome=Outcome.FAILED, reason="test"),
+            1: Measurement(outcome=Outcome.OUT_OF_MEMORY, reason="test"),
+        }
+        return [
+            failures.get(placement.digest % 10, measurement)
+            for placement, measurement in zip(placements, super().evaluate(placements), strict=True)
+        ]
+
+
 @pytest.mark.parametrize(
     "config", [SMALL, PAPER, replace(SMALL, noise=0.1), replace(SMALL, noise=0.1, polish=8)]
 )
@@ -319,7 +334,7 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
                     early.append((folder / "checkpoint-learner.safetensors").read_bytes())
                 return stop_after is not None and count[0] >= stop_after + 7
 
-            search([learner], SimulatedEvaluator(problem), Budget(trials=trials), journal=journal,
+            search([learner], _Failing(problem), Budget(trials=trials), journal=journal,
                    directory=folder, stop=stop)  # fmt: skip
         if early:  # and not the one that is written when a search ends by itself
             (folder / "checkpoint-learner.safetensors").write_bytes(early[0])
@@ -370,9 +385,14 @@ def test_what_others_tried_since_the_checkpoint_is_not_lost_to_the_smoother(
     assert again.restore(tmp_path, [*trials, *told])
     assert again._smoother is not None
     assert all(trial.placement in again._smoother for trial in told if trial.measurement.ok)
+    own = [trial.placement for trial in trials[before:]]
+    assert not any(placement in again._smoother for placement in own)
     # One that came with the checkpoint and was forgotten there stays forgotten.
-    del again._smoother._logs[trials[5].placement]
-    assert again._known_to_smoother([*trials, *told]) == len(trials) + len(told)
+    forgetful = _learner(problem, config)
+    forgetful.read_checkpoint(tmp_path)
+    assert forgetful._smoother is not None
+    del forgetful._smoother._logs[trials[5].placement]
+    assert 5 < forgetful._known_to_smoother(trials) <= before
     # Measured once more, as in a final: that says nothing of when the checkpoint was.
     early = _learner(problem, config)
     early.read_checkpoint(tmp_path)

@@ -46,10 +46,11 @@ class LearnerConfig:
     """Standard deviation of the logarithm of a measured time, where measuring the same placement
     again gives another. The times of placements that are nearly the same, or give the devices as
     much to do, then count together, for the reward as for what is imitated, and a failure is no
-    worse than a bit slower than the slowest of its batch, as it may be the machine's. Polishing is
-    done on these estimates, and methods make `samples` 4 and `polish` 12 unless told otherwise. 0:
-    every time is taken for what it is. Where it is not given, methods take what the evaluator says
-    of itself, but not for `reinforce`, nor where workers measure (`--workers`)."""
+    worse than a bit slower than the slowest of its batch, as it may be the machine's. Polishing, if
+    there is any, is done on these estimates, and methods then make `samples` 4 and `polish` 12
+    unless told otherwise. 0: every time is taken for what it is. Where it is not given, methods
+    take what the evaluator says of itself, but not for `reinforce`, nor where workers measure
+    (`--workers`)."""
     normalise: bool = True
     """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
     against the moving average (the paper's)."""
@@ -83,11 +84,11 @@ class LearnerConfig:
     of or computes itself; 0: from scratch."""
     polish: int = 240
     """Placements tried by a local search around the elites after each update's samples; the policy
-    then imitates what it found (expert iteration). 0: off. Meant for evaluators that cost
-    milliseconds. Where the budget is one of time alone, methods make it 1,500 unless told
-    otherwise: an update takes as long as simulating so many. With `noise`, as with real runs,
-    they are what a local search on estimates came to, and 12. A run that is resumed with another
-    kind of budget needs to be told the number it began with."""
+    then imitates what it found (expert iteration). 0: off. With `noise` that search is on
+    estimates, and only what looks best to it is tried. Methods make it, unless told otherwise,
+    1,500 where the budget is one of time alone, as an update takes as long as simulating so many;
+    12 with `noise`; and 0 where a trial takes seconds and no noise is known of (`--workers`). A run
+    that is resumed with another kind of budget needs to be told the number it began with."""
 
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local

@@ -3,14 +3,13 @@
 A trial says little there, and a local search that compares one trial with another mostly collects
 the lucky ones. What all trials together say of a placement (`Smoother`) costs nothing to ask, so
 the search is done there, over thousands of placements, and only what looks best is tried. How sure
-the estimate is counts too: some walks look for what is fast by all that is known, others for what
-may be, so that trials go where there is something to learn.
+the estimate is counts too: most of what is tried is what may be fast, as far as is known, so that
+trials go where there is something to learn.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from placewright.graph import IndexArray
 from placewright.learning.smoothing import Smoother
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
@@ -40,6 +38,9 @@ _BOLDEST = 3.0
 """Standard deviations of its estimate by which the boldest walk takes a placement to be faster; the
 others are anywhere between that and 0."""
 
+_MOST_FAILED = 100_000
+"""Placements that are remembered to have failed."""
+
 _PEAKS = 500
 """Trials whose peaks of memory count, the latest ones."""
 
@@ -58,16 +59,20 @@ class Imagination:
         self._random = random.Random()
         self._moves = Moves(problem, self._random)
         self._memory = _Memory(problem)
-        # What failed has no time, and the estimates of its like would propose it for ever.
-        self._failed: dict[Placement, None] = {}
+        # What failed (by digest) has no time, and the estimates of its like would propose it for
+        # ever.
+        self._failed: dict[int, None] = {}
 
     def tell(self, trial: Trial) -> None:
         if not trial.measurement.ok:
-            self._failed[trial.placement] = None
+            self._failed[trial.placement.digest] = None
+            if len(self._failed) > _MOST_FAILED:
+                del self._failed[next(iter(self._failed))]
         self._memory.learn(trial.placement, trial.measurement)
 
     def propose(self, count: int, number: int) -> list[Placement]:
-        """Placements that were not tried. The same trials and the same number give the same."""
+        """Placements that are not known to have been tried. The same trials and the same number
+        give the same."""
         # By a text, which gives the same numbers in every process.
         self._random.seed(f"{self._seed}/{number}")
         known = [placement for _, placement in self._smoother.best(_WALKS)]
@@ -94,7 +99,8 @@ class Imagination:
                 seen[placement] = min(value, seen.get(placement, np.inf))
                 if value < now[walk]:
                     now[walk], walks[walk] = value, placement
-        # Where the walks ended, the most promising first; then what they came by.
+        # Where the walks ended, the most promising first, by what each of them goes by: the bold
+        # ones promise more. Then what they came by.
         ended = sorted(zip(now.tolist(), range(len(walks)), strict=True))
         passed = sorted(seen, key=seen.__getitem__)
         proposed: list[Placement] = []
@@ -106,7 +112,7 @@ class Imagination:
         return proposed
 
     def _is_new(self, placement: Placement) -> bool:
-        return placement not in self._smoother and placement not in self._failed
+        return placement not in self._smoother and placement.digest not in self._failed
 
     def _promise(self, placements: Sequence[Placement], boldness: Floats) -> Floats:
         """[n] logarithm of what each may take; less is better."""
@@ -116,14 +122,11 @@ class Imagination:
     # --- checkpoints ---
 
     def state(self) -> dict[str, Tensor]:
-        devices = [placement.devices for placement in self._failed]
-        shape = (len(devices), self._problem.num_groups)
-        failed = torch.from_numpy(np.array(devices, dtype=np.int32).reshape(shape))
-        return {"imagined_failed": failed} | self._memory.state()
+        failed = torch.tensor(list(self._failed), dtype=torch.int64)
+        return {"failed": failed} | self._memory.state()
 
     def take_state(self, tensors: Mapping[str, Tensor]) -> None:
-        rows = tensors["imagined_failed"].tolist()
-        self._failed = {Placement.of(self._problem, devices): None for devices in rows}
+        self._failed = dict.fromkeys(tensors["failed"].tolist())
         self._memory.take_state(tensors)
 
 
@@ -137,64 +140,81 @@ class _Memory:
     wherever it is. How much that is comes from the peaks measured last (ridge regression)."""
 
     def __init__(self, problem: Problem) -> None:
+        self._problem = problem
         room = [device.memory_bytes for device in problem.cluster.devices]
-        self._numbers = np.arange(len(room))[:, None]
         self._unit = float(max(room))
         self._room = np.array(room, dtype=np.float64) / self._unit
         self._resident = problem.group_resident_bytes / self._unit
-        self._groups = problem.num_groups
-        # [G] devices of a trial, and [D] its peaks, not a number where unknown.
-        self._known: deque[tuple[IndexArray, Floats]] = deque(maxlen=_PEAKS)
-        self._fitted: tuple[Floats, float] | None = None
+        # [D] peaks of placements, not a number where unknown, the latest last.
+        self._peaks: dict[Placement, Floats] = {}
+        self._needs, self._error = self._resident, 0.0
+        self._stale = False
 
     def learn(self, placement: Placement, measurement: Measurement) -> None:
-        if measurement.peak_bytes:
+        """What is told twice is still one measurement."""
+        if placement in self._peaks:
+            return
+        if len(measurement.peak_bytes) == len(self._room):
             peaks = np.array(measurement.peak_bytes) / self._unit
         elif measurement.outcome is Outcome.OUT_OF_MEMORY:
             # Nobody says where: on the device that was to be the fullest, a bit too much.
-            group_room, _ = self._fit()
-            share = (placement.devices == self._numbers) @ group_room / self._room
-            fullest = np.arange(len(share)) == share.argmax()
+            needed = np.bincount(placement.devices, self._needs, minlength=len(self._room))
+            fullest = np.arange(len(needed)) == (needed / self._room).argmax()
             peaks = np.where(fullest, 1.1 * self._room, np.nan)
         else:
             return
-        self._known.append((placement.devices, peaks))
-        self._fitted = None
+        self._peaks[placement] = peaks
+        if len(self._peaks) > _PEAKS:
+            del self._peaks[next(iter(self._peaks))]
+        self._stale = True
 
     def missing(self, placements: Sequence[Placement]) -> Floats:
         """[n] how many times the memory of a device is needed beyond what there is, all devices
         together. The usual error of this is added, to be on the safe side."""
-        group_room, error = self._fit()
+        if self._stale:
+            self._fit()
         rows = np.stack([placement.devices for placement in placements])
-        here_nDG = rows[:, None, :] == self._numbers
-        share = (here_nDG @ group_room + error) / self._room
-        return np.asarray(np.maximum(share - 1, 0.0).sum(axis=1))
+        missing = np.zeros(len(rows))
+        for device, room in enumerate(self._room):
+            needed = (rows == device) @ self._needs + self._error
+            missing += np.maximum(needed / room - 1, 0.0)
+        return missing
 
-    def _fit(self) -> tuple[Floats, float]:
-        """[G] what each group needs, and by how much the sums are off."""
-        if self._fitted is None:
-            here, beyond, error = np.zeros((0, self._groups)), np.zeros(0), 0.0
-            if self._known:
-                devices, peaks = (np.stack(column) for column in zip(*self._known, strict=True))
-                measured = np.isfinite(peaks)
-                here = (devices[:, None, :] == self._numbers)[measured].astype(np.float64)
-                beyond = peaks[measured] - here @ self._resident
-            ridge = here.T @ here + 0.01 * np.eye(self._groups)
-            needs = np.linalg.solve(ridge, here.T @ beyond)
-            if len(beyond):
-                error = float(np.sqrt(np.mean((beyond - here @ needs) ** 2)))
-            self._fitted = self._resident + needs, error
-        return self._fitted
+    def _fit(self) -> None:
+        """What each group needs, and by how much the sums are off."""
+        rows = np.stack([placement.devices for placement in self._peaks])
+        peaks = np.stack(list(self._peaks.values()))
+        groups = rows.shape[1]
+        squares, products = 0.01 * np.eye(groups), np.zeros(groups)
+        # What is needed beyond the variables; device by device, which takes less memory.
+        measured = []
+        for device in range(len(self._room)):
+            known = np.isfinite(peaks[:, device])
+            here = (rows[known] == device).astype(np.float64)
+            beyond = peaks[known, device] - here @ self._resident
+            squares += here.T @ here
+            products += here.T @ beyond
+            measured.append((known, beyond))
+        needs = np.linalg.solve(squares, products)
+        errors = [
+            beyond - (rows[known] == device) @ needs
+            for device, (known, beyond) in enumerate(measured)
+        ]
+        self._needs = self._resident + needs
+        self._error = float(np.sqrt(np.mean(np.concatenate(errors) ** 2)))
+        self._stale = False
 
     def state(self) -> dict[str, Tensor]:
-        devices = np.array([devices for devices, _ in self._known], dtype=np.int32)
-        peaks = np.array([peaks for _, peaks in self._known], dtype=np.float64)
+        rows = np.array([placement.devices for placement in self._peaks], dtype=np.int32)
+        peaks = np.array(list(self._peaks.values()), dtype=np.float64)
         return {
-            "peak_devices": torch.from_numpy(devices.reshape(-1, self._groups)),
+            "peak_devices": torch.from_numpy(rows.reshape(-1, self._problem.num_groups)),
             "peaks": torch.from_numpy(peaks.reshape(-1, len(self._room))),
         }
 
     def take_state(self, tensors: Mapping[str, Tensor]) -> None:
-        self._known.clear()
-        self._known += zip(tensors["peak_devices"].numpy(), tensors["peaks"].numpy(), strict=True)
-        self._fitted = None
+        placements = [
+            Placement.of(self._problem, devices) for devices in tensors["peak_devices"].tolist()
+        ]
+        self._peaks = dict(zip(placements, tensors["peaks"].numpy(), strict=True))
+        self._stale = bool(placements)

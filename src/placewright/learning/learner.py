@@ -9,7 +9,6 @@ the best (expert iteration). `config.py` says where each default comes from.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -182,7 +181,8 @@ class Learner(Placer):
         self._imagination: Imagination | None = None
         if self.config.noise:
             self._smoother = Smoother(problem, self.config.noise)
-            self._imagination = Imagination(problem, self._smoother, self.seed)
+            if self.config.polish:
+                self._imagination = Imagination(problem, self._smoother, self.seed)
         self.why_not = ""
         self._asked_any = False
         self._novelty = 1.0
@@ -202,7 +202,8 @@ class Learner(Placer):
         self._polish_left = 0
         self._polish_asked: set[Placement] = set()
         self._polished_all = False
-        # Trials of the journal, from the restoring of a checkpoint to the first polishing.
+        # Trials of the journal, from the restoring of a checkpoint to the first polishing of exact
+        # times.
         self._resumed: Sequence[Trial] = ()
         self._snapshot: LearnerState | None = None
 
@@ -299,7 +300,7 @@ class Learner(Placer):
         new = 0
         for place, placement in enumerate(self._waiting):
             self._places.setdefault(placement, []).append(place)
-            digest = _digest(placement)
+            digest = placement.digest
             new += digest not in self._recent
             self._recent.pop(digest, None)
             self._recent[digest] = None
@@ -394,8 +395,10 @@ class Learner(Placer):
         answers = [answer for answer in self._answers if answer is not None]
         ran = np.array([answer.ok for answer in answers], dtype=np.bool_)
         rewards = np.array([self._reward(answer) for answer in answers])
-        if self._smoother is not None and ran.any():
+        if self._smoother is not None:
+            # Also where no sample ran: what was polished since may have.
             self._elites = self._smoothed(self._smoother)
+        if self._smoother is not None and ran.any():
             tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
             rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
             # Worse than the slowest by the noise at least, should they all be the same.
@@ -613,7 +616,7 @@ class Learner(Placer):
             self._smoother.take_state(tensors)
         if self._imagination is not None:
             self._imagination.take_state(tensors)
-        self._polish_left = self.config.polish
+        self._polish_left, self._imagined, self._polished_all = self.config.polish, [], False
 
     def _whole(self, states: Sequence[LearnerState]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         described = states[0].described | {
@@ -638,8 +641,8 @@ class Learner(Placer):
             return False
         self._teachers, self._greedy_due, self._warm = [], False, True
         # The policy goes on from where it was, and proposes again what came after. The local search
-        # has no checkpoint: it starts anew, and knows all that was tried.
-        self._resumed = told
+        # on exact times has no checkpoint: it starts anew, and knows all that was tried.
+        self._resumed = () if self._repeats else told
         for trial in told[self._known_to_smoother(told) :]:
             if trial.placer != self.name or not self._repeats:
                 self._keep(trial)
@@ -651,7 +654,7 @@ class Learner(Placer):
     @property
     def _repeats(self) -> bool:
         """Whether all that a resumed run proposed since its checkpoint is proposed again. A local
-        search on real trials has no checkpoint, and finds other ways."""
+        search on exact times has no checkpoint, and finds other ways."""
         return not self.config.polish or self._imagination is not None
 
     def _known_to_smoother(self, told: Sequence[Trial]) -> int:
@@ -726,12 +729,6 @@ def _failing_seconds(problem: Problem) -> float:
 def _shape(problem: Problem) -> tuple[object, ...]:
     """What a placement of a problem is made of, whatever it costs."""
     return problem.graph, problem.grouping, problem.cluster.device_names
-
-
-def _digest(placement: Placement) -> int:
-    """The same in every process, unlike `hash`."""
-    data = hashlib.blake2b(placement.devices.tobytes(), digest_size=8).digest()
-    return int.from_bytes(data, "little", signed=True)
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -144,7 +144,12 @@ class Smoother:
         however old they get."""
         self.forget()
         placements = list(self._logs)
-        estimates = self.estimate(placements) if placements else np.empty(0)
+        estimates = np.empty(0)
+        if placements:
+            # What `estimate` would say of those that were measured, without comparing them all.
+            fit = self._fit()
+            logs = np.array(list(self._logs.values()))
+            estimates = np.exp(logs - self._trace(fit.likeness) * fit.weights)
         order = np.argsort(estimates, kind="stable")[:count]
         self._best = [placements[number] for number in order]
         return [(float(estimates[number]), placements[number]) for number in order]
@@ -224,11 +229,14 @@ class Smoother:
     def _factor(self, apart: _Distances, likeness: _Likeness) -> Tensor:
         """Of the covariance of what was measured."""
         among = likeness.covariance(apart)
-        # A trace of noise there must be: without any, two placements alike make it singular.
-        trace = max(self._noise**2, 1e-8 * likeness.variance)
-        among[np.diag_indices_from(among)] += trace
+        among[np.diag_indices_from(among)] += self._trace(likeness)
         factor: Tensor = torch.linalg.cholesky(torch.from_numpy(among))
         return factor
+
+    def _trace(self, likeness: _Likeness) -> float:
+        """A trace of noise there must be: without any, two placements alike make the covariance
+        singular."""
+        return max(self._noise**2, 1e-8 * likeness.variance)
 
     def _likeliest(self, apart: _Distances, centred: Floats, variance: float) -> _Likeness:
         column = torch.from_numpy(centred)[:, None]
