@@ -38,8 +38,8 @@ class PolicyConfig:
     controller (Hierarchical Planner, 2018) is named."""
 
     hidden: int = 128
-    """Units of the LSTMs. The later controller has 512, and so has `reinforce`; for `ppo` a quarter of
-    it learns as well, several times faster on a CPU."""
+    """Units of the LSTMs. The later controller has 512, and so has `reinforce`; for `ppo` a quarter
+    of it learns as well, several times faster on a CPU."""
     bidirectional: bool = True
     """Whether the encoder also reads backwards, each direction with half the units (as in the later
     controller)."""
