@@ -81,7 +81,6 @@ ABLATION: Variants = {
     "from scratch, no running features": ("ppo", (*SCRATCH, "policy.running=false")),
     "from scratch, no costs seen": ("ppo", (*SCRATCH, "policy.costs=false")),
     "from scratch, the paper's adjacency list": ("ppo", (*SCRATCH, "policy.adjacency=list")),
-    "reinforce until it settles": QUALITY["reinforce until it settles"],
 }
 NOISE: Variants = {"ppo": ("ppo", ()), "ppo from scratch": ("ppo", SCRATCH)}
 

@@ -73,14 +73,13 @@ def test_polishing_on_estimates_finds_better_than_the_policy_alone() -> None:
     exact = SimulatedEvaluator(problem)
     config = configured(PPO, ["policy.hidden=16", "samples=8", "warm_start=0", "noise=0.1"])
 
-    def found(polish: int, seed: int) -> float:
-        learner = Learner(problem, replace(config, polish=polish), name="ppo", seed=seed)
-        noisy = SimulatedEvaluator(problem, Noise(steps=1, seed=seed))
+    def found(polish: int) -> float:
+        learner = Learner(problem, replace(config, polish=polish), name="ppo", seed=0)
+        noisy = SimulatedEvaluator(problem, Noise(steps=1))
         search([learner], noisy, Budget(trials=160))
         return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.favourites())]))
 
-    seeds = range(2)
-    assert np.mean([found(8, s) for s in seeds]) < np.mean([found(0, s) for s in seeds])
+    assert found(8) < found(0)
 
 
 def test_what_failed_is_not_proposed_again() -> None:

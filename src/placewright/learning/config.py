@@ -138,9 +138,9 @@ def _types(config: Any) -> dict[str, str]:
 PPO = LearnerConfig()
 
 # The paper gives neither the size of its network nor the learning rate. The size is the later
-# controller's; with it, and this rate, all runs on RNNLM, and on Inception-V3 with two GPUs, ended
-# on one GPU as in the paper (`benchmarks/results/learning`). At twice the rate some ended on the
-# CPU; a network of 128 found better placements on the way and often ended on two GPUs.
+# controller's; with it, and this rate, five runs of five ended on one GPU as in the paper, on RNNLM
+# as on Inception-V3 with two GPUs (`benchmarks/results/learning`). At twice the rate more runs end
+# on the CPU; a network of 128 found better placements on the way and often ended on two GPUs.
 REINFORCE = LearnerConfig(
     policy=PolicyConfig(
         hidden=512,
