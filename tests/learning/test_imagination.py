@@ -76,7 +76,7 @@ def test_polishing_on_estimates_finds_better_than_the_policy_alone() -> None:
     def found(polish: int) -> float:
         learner = Learner(problem, replace(config, polish=polish), name="ppo", seed=0)
         noisy = SimulatedEvaluator(problem, Noise(steps=1))
-        search([learner], noisy, Budget(trials=160))
+        search([learner], noisy, Budget(trials=96))
         return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.favourites())]))
 
     assert found(8) < found(0)
