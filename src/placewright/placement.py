@@ -17,6 +17,11 @@ from placewright.problem import Problem
 FORMAT = "placewright-placement/1"
 
 
+def digest(devices: IndexArray) -> bytes:
+    """Eight bytes that stand for a placement, the same in every process."""
+    return hashlib.blake2b(devices.tobytes(), digest_size=8).digest()
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """Group -> device, valid for the problem with this fingerprint. Immutable and hashable."""
@@ -51,9 +56,8 @@ class Placement:
 
     @property
     def digest(self) -> int:
-        """The same in every process, unlike `hash`."""
-        data = hashlib.blake2b(self.devices.tobytes(), digest_size=8).digest()
-        return int.from_bytes(data, "little", signed=True)
+        """As one number; unlike `hash`, the same in every process."""
+        return int.from_bytes(digest(self.devices), "little", signed=True)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):

@@ -13,17 +13,15 @@ import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from placewright.graph import FloatArray
 from placewright.learning.smoothing import Smoother
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers._moves import Moves
 from placewright.problem import Problem
-
-Floats = npt.NDArray[np.float64]
 
 _WALKS = 16
 """Walks at a time, each from one of the best placements known."""
@@ -114,7 +112,7 @@ class Imagination:
     def _is_new(self, placement: Placement) -> bool:
         return placement not in self._smoother and placement.digest not in self._failed
 
-    def _promise(self, placements: Sequence[Placement], boldness: Floats) -> Floats:
+    def _promise(self, placements: Sequence[Placement], boldness: FloatArray) -> FloatArray:
         """[n] logarithm of what each may take; less is better."""
         missing = self._memory.missing(placements)
         return self._smoother.optimistic(placements, boldness) + _OVERFULL * missing
@@ -146,7 +144,7 @@ class _Memory:
         self._room = np.array(room, dtype=np.float64) / self._unit
         self._resident = problem.group_resident_bytes / self._unit
         # [D] peaks of placements, not a number where unknown, the latest last.
-        self._peaks: dict[Placement, Floats] = {}
+        self._peaks: dict[Placement, FloatArray] = {}
         self._needs, self._error = self._resident, 0.0
         self._stale = False
 
@@ -168,7 +166,7 @@ class _Memory:
             del self._peaks[next(iter(self._peaks))]
         self._stale = True
 
-    def missing(self, placements: Sequence[Placement]) -> Floats:
+    def missing(self, placements: Sequence[Placement]) -> FloatArray:
         """[n] how many times the memory of a device is needed beyond what there is, all devices
         together. The usual error of this is added, to be on the safe side."""
         if self._stale:

@@ -398,11 +398,11 @@ class Learner(Placer):
         if self._smoother is not None:
             # Also where no sample ran: what was polished since may have.
             self._elites = self._smoothed(self._smoother)
-        if self._smoother is not None and ran.any():
-            tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
-            rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
-            # Worse than the slowest by the noise at least, should they all be the same.
-            rewards[~ran] = (1 + self.config.noise) * rewards[ran].min() - rewards[ran].std()
+            if ran.any():
+                tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
+                rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
+                # Worse than the slowest by the noise at least, should they all be the same.
+                rewards[~ran] = (1 + self.config.noise) * rewards[ran].min() - rewards[ran].std()
         used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
         advantage = np.zeros(len(rewards))
         if used.any():

@@ -14,15 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from placewright.graph import FloatArray
 from placewright.placement import Placement
 from placewright.placers.group_graph import group_graph
 from placewright.problem import Problem
-
-Floats = npt.NDArray[np.float64]
 
 _MOST = 2000
 """Trials that count, the latest ones: the policy has moved away from the older ones, and the work
@@ -62,7 +60,7 @@ class _Likeness(NamedTuple):
     reach: float
     """One of `_REACHES`."""
 
-    def covariance(self, apart: _Distances) -> Floats:
+    def covariance(self, apart: _Distances) -> FloatArray:
         """Half of it by what is placed alike, half by what there is to do for the devices."""
         alike = np.exp(apart.placed / -self.length)
         near = np.exp(apart.squares / (-2 * self.reach**2))
@@ -72,9 +70,9 @@ class _Likeness(NamedTuple):
 class _Distances(NamedTuple):
     """Of each of some placements from each of some others."""
 
-    placed: Floats
+    placed: FloatArray
     """Share of the graph that is placed otherwise."""
-    squares: Floats
+    squares: FloatArray
     """Of the distance between the loads."""
 
     def last(self, count: int) -> _Distances:
@@ -86,9 +84,9 @@ class _Distances(NamedTuple):
 class _Points(NamedTuple):
     """Placements, as the process sees them."""
 
-    coded: Floats
+    coded: FloatArray
     """[n, G*D] such that the product of two is the share of the graph that they place alike."""
-    loads: Floats
+    loads: FloatArray
     """[n, F] what the devices have to do: each column in standard deviations of the trials',
     divided by the root of F, so that two are as far apart as the columns are on average."""
 
@@ -103,13 +101,13 @@ class _Fit(NamedTuple):
     """What was learned of the trials so far."""
 
     known: _Points
-    load_mean: Floats
-    load_scale: Floats
+    load_mean: FloatArray
+    load_scale: FloatArray
     mean: float
     likeness: _Likeness
     factor: Tensor
     """Of the covariance of what was measured."""
-    weights: Floats
+    weights: FloatArray
 
 
 class Smoother:
@@ -127,7 +125,7 @@ class Smoother:
         # Logarithms of the measured seconds, the latest last.
         self._logs: dict[Placement, float] = {}
         self._best: list[Placement] = []
-        self._known_loads: dict[Placement, Floats] = {}
+        self._known_loads: dict[Placement, FloatArray] = {}
         self._fitted: _Fit | None = None
 
     def add(self, placement: Placement, seconds: float) -> None:
@@ -163,7 +161,7 @@ class Smoother:
                 del self._logs[placement]
                 self._fitted = None
 
-    def estimate(self, placements: Sequence[Placement]) -> Floats:
+    def estimate(self, placements: Sequence[Placement]) -> FloatArray:
         """What each takes, in seconds. There must be a trial that ran."""
         fit = self._fit()
         estimates = [np.empty(0)]
@@ -173,7 +171,7 @@ class Smoother:
             estimates.append(fit.mean + covariance @ fit.weights)
         return np.asarray(np.exp(np.concatenate(estimates)))
 
-    def optimistic(self, placements: Sequence[Placement], boldness: Floats) -> Floats:
+    def optimistic(self, placements: Sequence[Placement], boldness: FloatArray) -> FloatArray:
         """[n] logarithm of the seconds that each may take if it is faster than estimated, by so
         many standard deviations of the estimate. There must be a trial that ran."""
         fit = self._fit()
@@ -185,7 +183,9 @@ class Smoother:
         deviation = np.sqrt(np.maximum(unknown, 0.0))
         return np.asarray(fit.mean + covariance @ fit.weights - boldness * deviation)
 
-    def _covariance(self, fit: _Fit, placements: Sequence[Placement], loads: Floats) -> Floats:
+    def _covariance(
+        self, fit: _Fit, placements: Sequence[Placement], loads: FloatArray
+    ) -> FloatArray:
         """With what was measured."""
         points = _Points(self._coded(placements), (loads - fit.load_mean) / fit.load_scale)
         return fit.likeness.covariance(points.apart(fit.known))
@@ -213,14 +213,14 @@ class Smoother:
         self._fitted = _Fit(known, load_mean, load_scale, mean, likeness, factor, weights.numpy())
         return self._fitted
 
-    def _loads_of(self, placements: Sequence[Placement]) -> Floats:
+    def _loads_of(self, placements: Sequence[Placement]) -> FloatArray:
         """[n, F]; calculated once for each: most trials are those of the last time."""
         new = [p for p in dict.fromkeys(placements) if p not in self._known_loads]
         if new:
             self._known_loads |= zip(new, self._loads.of(new), strict=True)
         return np.stack([self._known_loads[placement] for placement in placements])
 
-    def _coded(self, placements: Sequence[Placement]) -> Floats:
+    def _coded(self, placements: Sequence[Placement]) -> FloatArray:
         rows = np.stack([placement.devices for placement in placements]).astype(np.int64)
         coded = np.zeros((*rows.shape, self._problem.num_devices))
         np.put_along_axis(coded, rows[..., None], self._root_weights[None, :, None], axis=2)
@@ -238,7 +238,7 @@ class Smoother:
         singular."""
         return max(self._noise**2, 1e-8 * likeness.variance)
 
-    def _likeliest(self, apart: _Distances, centred: Floats, variance: float) -> _Likeness:
+    def _likeliest(self, apart: _Distances, centred: FloatArray, variance: float) -> _Likeness:
         column = torch.from_numpy(centred)[:, None]
 
         def badness(likeness: _Likeness) -> float:
@@ -285,7 +285,7 @@ class _Loads:
         kinds = np.asarray(problem.cluster.kind_of_device)
         self._of_a_kind = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
 
-    def of(self, placements: Sequence[Placement]) -> Floats:
+    def of(self, placements: Sequence[Placement]) -> FloatArray:
         """[n, F] seconds that each device computes, and those that it sends and receives over a
         typical route, each the longest first: which of several devices of a kind is which makes no
         difference. The largest and the sums as well."""

@@ -17,7 +17,6 @@ each help on their own are then tried together.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections import deque
@@ -29,7 +28,7 @@ import numpy as np
 
 from placewright.graph import IndexArray, IntArray
 from placewright.measurement import Measurement, Outcome, Trial
-from placewright.placement import Placement
+from placewright.placement import Placement, digest
 from placewright.placers._moves import Moves
 from placewright.placers.base import Placer
 from placewright.placers.exact import every_placement
@@ -167,13 +166,13 @@ class LocalSearch(Placer):
     def tell(self, trials: Sequence[Trial]) -> None:
         for trial in trials:
             devices, measurement = trial.placement.devices, trial.measurement
-            digest = _digest(devices)
-            asked = self._tried.get(digest)
+            name = digest(devices)
+            asked = self._tried.get(name)
             if asked is None and not self._moves.may_be(devices):
                 continue
-            self._remember(digest, None)
+            self._remember(name, None)
             score = self._score(devices, measurement)
-            known = _Known(score, digest, devices, measurement.peak_bytes)
+            known = _Known(score, name, devices, measurement.peak_bytes)
             # What others found, or a camp that has joined since, is for the camp at home.
             camp = self._away if asked and asked.camp is self._away else self._home
             camp.answers += 1
@@ -262,10 +261,10 @@ class LocalSearch(Placer):
 
     def _is_new(self, devices: IndexArray, asked: _Asked | None) -> bool:
         """Whether a placement was not tried; if so, it counts as tried from now on."""
-        digest = _digest(devices)
-        if digest in self._tried:
+        name = digest(devices)
+        if name in self._tried:
             return False
-        self._remember(digest, asked)
+        self._remember(name, asked)
         return True
 
     def _remember(self, digest: bytes, asked: _Asked | None) -> None:
@@ -394,8 +393,3 @@ def _combine(chain: _Chain) -> None:
         for groups, devices in chain.gains:
             chain.waiting[groups] = devices
     chain.gains.clear()
-
-
-def _digest(devices: IndexArray) -> bytes:
-    """Eight bytes that stand for a placement, the same in every process."""
-    return hashlib.blake2b(devices.tobytes(), digest_size=8).digest()
