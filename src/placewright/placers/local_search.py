@@ -74,7 +74,6 @@ class _Known(NamedTuple):
     """A placement that was tried."""
 
     score: _Score
-    digest: bytes
     devices: IndexArray
     peak_bytes: tuple[int, ...]
 
@@ -172,7 +171,7 @@ class LocalSearch(Placer):
                 continue
             self._remember(name, None)
             score = self._score(devices, measurement)
-            known = _Known(score, name, devices, measurement.peak_bytes)
+            known = _Known(score, devices, measurement.peak_bytes)
             # What others found, or a camp that has joined since, is for the camp at home.
             camp = self._away if asked and asked.camp is self._away else self._home
             camp.answers += 1
