@@ -289,32 +289,31 @@ def speed() -> None:
 
 
 def table(rows: Iterable[dict[str, str]], column: str) -> str:
-    """Markdown: variants down, cases across; mean (best-worst) over seeds."""
-    rows = list(rows)
-    cases = sorted({(r["model"], r["cluster"]) for r in rows})
-    seeds = len({r["seed"] for r in rows})
+    """Markdown: variants down, cases across; mean (best-worst) over seeds. Cells of more or fewer
+    seeds than most say so."""
+    ran: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row[column]:  # run that far
+            ran.setdefault((row["variant"], row["model"], row["cluster"]), []).append(row[column])
+    (usual, _), *_ = Counter(len(times) for times in ran.values()).most_common()
+    cases = sorted({(model, cluster) for _, model, cluster in ran})
     lines = [
         "| | " + " | ".join(f"{model} {cluster}" for model, cluster in cases) + " |",
         "|---|" + "---:|" * len(cases),
     ]
     # Lines of a file are in the order in which the cases ended.
     known = [*reversed(QUALITY), *ABLATION]
-    there = dict.fromkeys(r["variant"] for r in rows)
+    there = dict.fromkeys(variant for variant, _, _ in ran)
     for variant in sorted(there, key=lambda name: known.index(name) if name in known else 0):
         cells = []
         for case in cases:
-            mine = [
-                r[column]
-                for r in rows
-                if (r["model"], r["cluster"]) == case and r["variant"] == variant
-            ]
-            mine = [t for t in mine if t]  # what was not run that far
+            mine = ran.get((variant, *case), [])
             times = [float(t) for t in mine if t != "inf"]
             text = ""
             if times:
                 text = f"{statistics.fmean(times):.3f} ({min(times):.3f}-{max(times):.3f})"
-            if times and len(mine) < seeds:
-                text += f", {len(mine)} of {seeds} seeds"
+            if times and len(mine) != usual:
+                text += f", {len(mine)} seeds"
             if len(times) < len(mine):
                 text += f" {len(mine) - len(times)} of {len(mine)} did not fit"
             cells.append(text.strip())
@@ -402,9 +401,8 @@ def report() -> None:
         f"written with placewright {VERSION}, Python {platform.python_version()}, "
         f"on {os.cpu_count()} cores, {cpu_name()}. Cases were shared by this machine and one with "
         "an NVIDIA H200, where 15 policies were trained side by side: the same seed gives other "
-        "random numbers there, and `search_seconds` in the files are of either. Where a cell names "
-        "fewer seeds, the rest has not been run to the end; runs of `ppo from scratch` that settle "
-        "early are then more likely to be there.",
+        "random numbers there, and `search_seconds` in the files are of either. A cell of more or "
+        "fewer seeds than most of its table says how many.",
     ]
     titles = {
         "quality": "Quality at equal numbers of trials",
