@@ -122,12 +122,12 @@ def settings(tmp_path: Path) -> paper.Settings:
         scale="small",
         seeds=(0,),
         trials=40,
-        seconds=2.0,
+        seconds=4.0,
         scaling_seconds=0.3,
         scaling_ops=(60,),
         scaling_groups=(6, 12),
         link_factors=(1, 1000),
-        link_seconds=1.0,
+        link_seconds=2.0,
         results=tmp_path,
     )
 
@@ -150,8 +150,7 @@ def test_the_parts_that_are_simulated(
     assert by_method["reinforce"]["paper_seconds"] == "3.85"
     assert 0 < float(by_method["reinforce"]["policy_largest_share"]) <= 1
     best = min(float(row["step_seconds"]) for row in rows)
-    # Which it tries first; how much more it finds in its time is the machine's business.
-    assert float(by_method["auto"]["step_seconds"]) <= float(by_method["one gpu"]["step_seconds"])
+    assert float(by_method["auto"]["step_seconds"]) <= 1.02 * best
     assert set(by_method["cpu only"]["placement"]) == {"0"}
     loads = read_csv(settings.folder / "analysis.csv")
     assert [row["device"] for row in loads[:5]] == ["cpu:0", "gpu:0", "gpu:1", "gpu:2", "gpu:3"]
@@ -162,7 +161,7 @@ def test_the_parts_that_are_simulated(
     costs = read_csv(settings.folder / "cost.csv")
     assert [row["method"] for row in costs] == ["reinforce", "ppo", "auto"]
     assert {float(row["best_known_seconds"]) for row in costs} == {best}
-    assert float(costs[-1]["seconds_to_2_percent"] or 0) <= float(costs[-1]["search_seconds"])
+    assert float(costs[-1]["seconds_to_2_percent"]) <= float(costs[-1]["search_seconds"])
     sizes = read_csv(settings.folder / "scaling.csv")
     assert len(sizes) == 2
     assert {row["ops"] for row in sizes} == {"60"}
