@@ -115,6 +115,14 @@ def test_endless_placers_share_the_trials() -> None:
     assert [(r.method, r.trials) for r in progress.results()] == [("a", 1), ("x", 100), ("y", 100)]
 
 
+def test_one_with_half_a_share_gets_half_as_much() -> None:
+    made = problem()
+    x, y = Counting(made, name="x"), Counting(made, 300, name="y")
+    x.share = 0.5
+    progress = search([one(made, "a", [2] * 6), x, y], Summing(made), Budget(trials=181))
+    assert [(r.method, r.trials) for r in progress.results()] == [("a", 1), ("x", 60), ("y", 120)]
+
+
 def test_a_placer_that_only_repeats_itself_ends() -> None:
     made = problem()
     progress = search([Counting(made)], Summing(made), Budget(trials=10_000))

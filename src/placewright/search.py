@@ -197,13 +197,15 @@ def search(
         if out_of_budget():
             break
         # Endless placers share what is left; the others end by themselves.
-        sharers = sum(other.endless for other in placers[number:]) if placer.endless else 1
+        part = 1.0
+        if placer.endless:
+            part = placer.share / sum(other.share for other in placers[number:] if other.endless)
         until_seconds = until_trials = math.inf
         if budget.seconds is not None:
             elapsed = progress.elapsed_seconds
-            until_seconds = elapsed + (budget.seconds - elapsed) / sharers
+            until_seconds = elapsed + (budget.seconds - elapsed) * part
         if budget.trials is not None:
-            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) / sharers)
+            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) * part)
         idle = 0
         progress.placer = placer.name
         if told and placer.name not in restored:

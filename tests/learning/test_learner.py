@@ -22,7 +22,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget, search
+from placewright.search import Budget, Progress, search
 from placewright.testing import (
     check_placer,
     gpu_boards,
@@ -542,6 +542,36 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
     assert metrics["baseline"] == pytest.approx(-2.0)
     assert learner.checkpoint(tmp_path)
     assert _learner(other, SMALL).restore(tmp_path, [])
+
+
+def test_ppo_polishes_with_the_local_search_that_comes_after_it() -> None:
+    problem = _problem(30)
+    settings = ["policy.hidden=16", "polish=32", "warm_start=1"]
+    learner, after = methods.make(["ppo", "local-search"], problem, learner=settings, trials=600)
+    asked_before = 0
+
+    def watch(progress: Progress) -> None:
+        nonlocal asked_before
+        if progress.placer == "ppo":
+            asked_before = len(after._tried)  # type: ignore[attr-defined]
+
+    budget = Budget(trials=600)
+    progress = search([learner, after], SimulatedEvaluator(problem), budget, observe=watch)
+    # It was told of what the policy sampled as well; of the teachers', the best.
+    assert asked_before > 0.8 * progress.trials_of["ppo"]
+    assert progress.trials_of["local-search"] == pytest.approx(2 * progress.trials_of["ppo"], abs=1)
+
+
+def test_ppo_takes_a_whole_share_where_it_has_its_own_ways() -> None:
+    problem = _problem(12)
+    alone = methods.make(["ppo", "random"], problem, trials=100)[0]
+    without = methods.make(["ppo", "local-search"], problem, learner=["polish=0"], trials=100)[0]
+    noisy = methods.make(["ppo", "local-search"], problem, noise=0.1, trials=100)[0]
+    assert [placer.share for placer in (alone, without, noisy)] == [1.0, 1.0, 1.0]
+    together = methods.make(["ppo", "local-search"], problem, trials=100)[0]
+    assert together.share == 0.5
+    assert together.continue_under(problem)
+    assert together.share == 1.0  # the local search of the old costs is not used any more
 
 
 def test_polishing_starts_anew_under_other_costs() -> None:

@@ -140,6 +140,16 @@ def test_asking_again_before_telling_gives_others() -> None:
     assert not set(again) & set(asked)
 
 
+def test_what_it_knows_already_changes_nothing() -> None:
+    problem = layered_problem(60, 4)
+    evaluate = simulated(problem)
+    once, again = LocalSearch(problem), LocalSearch(problem)
+    tried = run(once, evaluate, 400)
+    assert run(again, evaluate, 400) == tried
+    again.tell(tried[200:])
+    assert run(again, evaluate, 400) == run(once, evaluate, 400)
+
+
 def test_starts_from_the_best_it_was_told() -> None:
     problem = layered_problem(100, 5)
     evaluate = simulated(problem)

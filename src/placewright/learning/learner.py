@@ -135,9 +135,11 @@ class Learner(Placer):
         policy: Policy | None = None,
         updater: Updater | None = None,
         teachers: Sequence[Placer] = (),
+        polisher: LocalSearch | None = None,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
-        `teachers` are asked for placements to begin with, unless the search tells of some."""
+        `teachers` are asked for placements to begin with, unless the search tells of some.
+        `polisher` is a local search of this problem that somebody goes on with afterwards."""
         super().__init__(problem)
         self.name = name
         self.config = config
@@ -165,6 +167,7 @@ class Learner(Placer):
         self._skipped = 0
         self._metrics: list[dict[str, float]] = []
         self._begin(problem)
+        self._shared_polisher = polisher
         self._baseline: float | None = self._failing_reward
         # The best placements under other costs, which are to be tried under these.
         self._again: list[Placement] = []
@@ -218,9 +221,15 @@ class Learner(Placer):
         self._begin(problem)
         self._again = [Placement.of(problem, devices) for devices in best]
         self._baseline = None
-        self._teachers = []  # they know the old costs only
+        self._teachers, self._shared_polisher = [], None  # they know the old costs only
         self._greedy_due = self.updates > 0  # it is a trained policy by now
         return True
+
+    @property
+    def share(self) -> float:  # type: ignore[override]
+        """Half as much as the local search it polishes with, which goes on where this one ends: the
+        policy's part is worth the most at the start."""
+        return 1.0 if self._shared_polisher is None or self._repeats else 0.5
 
     # --- ask -------------------------------------------------------------------------------------
 
@@ -324,7 +333,7 @@ class Learner(Placer):
 
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
-            self._polisher = LocalSearch(self.problem, seed=self.seed)
+            self._polisher = self._shared_polisher or LocalSearch(self.problem, seed=self.seed)
             self._polisher.tell(self._resumed)
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()

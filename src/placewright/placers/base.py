@@ -22,6 +22,8 @@ class Placer(ABC):
     """The method's name in tables, journals and on the command line."""
     endless: bool = False
     """Whether it goes on proposing until stopped, and so needs a share of the budget."""
+    share: float = 1.0
+    """How large a share, where several are endless: relative to theirs."""
     why_not: str = ""
     """Why it has nothing to propose, in one line, where that needs saying."""
     lower_bound_seconds: float = 0.0

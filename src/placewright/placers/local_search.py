@@ -163,12 +163,16 @@ class LocalSearch(Placer):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
+        """What it knows already is passed over: a learned method that polished with it has told it
+        most of what the search tells when its own turn comes."""
+        news = False
         for trial in trials:
             devices, measurement = trial.placement.devices, trial.measurement
             name = digest(devices)
             asked = self._tried.get(name)
-            if asked is None and not self._moves.may_be(devices):
+            if asked is None and (name in self._tried or not self._moves.may_be(devices)):
                 continue
+            news = True
             self._remember(name, None)
             score = self._score(devices, measurement)
             known = _Known(score, devices, measurement.peak_bytes)
@@ -178,7 +182,7 @@ class LocalSearch(Placer):
             self._keep(camp, known)
             if asked and asked.change:
                 self._answer(asked.change, known)
-        for camp in self._camps():
+        for camp in self._camps() if news else ():
             for chain in camp.chains:
                 _combine(chain)
                 if chain.steps >= chain.length:
@@ -254,11 +258,11 @@ class LocalSearch(Placer):
     def _next_untried(self) -> IndexArray | None:
         for choice in self._rest:
             devices = np.array(choice, dtype=np.int32)
-            if self._is_new(devices, None):
+            if self._is_new(devices, _Asked(self._home, None)):
                 return devices
         return None
 
-    def _is_new(self, devices: IndexArray, asked: _Asked | None) -> bool:
+    def _is_new(self, devices: IndexArray, asked: _Asked) -> bool:
         """Whether a placement was not tried; if so, it counts as tried from now on."""
         name = digest(devices)
         if name in self._tried:

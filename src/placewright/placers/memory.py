@@ -98,7 +98,7 @@ class Repairing(Placer):
     def __init__(self, placer: Placer, rounds: int = 8) -> None:
         super().__init__(placer.problem)
         self.name = placer.name
-        self.endless = placer.endless
+        self.endless, self.share = placer.endless, placer.share
         self._placer = placer
         self._rounds = rounds
         """How often a proposal is repaired before giving it up."""
