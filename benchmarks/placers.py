@@ -200,15 +200,30 @@ def model_table(rows: Sequence[Row]) -> str:
         for row in rows:
             if (row["model"], row["cluster"]) == case and row["step_seconds"] != "":
                 times.setdefault(row["method"], []).append(float(row["step_seconds"]))
-        auto = statistics.fmean(times.pop("auto", [math.nan]))
+        auto = times.pop("auto", [math.nan])
         baselines = [time for name in BASELINES for time in times.get(name, [])]
-        others = [statistics.fmean(found) for found in times.values()]
-        over_baselines.append(f"{100 * (min(baselines) / auto - 1):.0f}%" if baselines else "")
-        over_all.append(f"{100 * (min(others) / auto - 1):+.2f}%" if others else "")
+        gain = min(baselines, default=math.nan) / statistics.fmean(auto) - 1
+        over_baselines.append(f"{100 * gain:.0f}%" if baselines else "")
+        over_all.append(gain_text(min(times.values(), key=statistics.fmean), auto) if times else "")
     name = "gain over the best of expert, scotch, mincut"
     lines.append(f"| {name} | " + " | ".join(over_baselines) + " |")
-    lines.append("| gain over the best of all | " + " | ".join(over_all) + " |")
+    name = "gain over the best of all (± standard error)"
+    lines.append(f"| {name} | " + " | ".join(over_all) + " |")
     return "\n".join(lines)
+
+
+def gain_text(others: Sequence[float], ours: Sequence[float]) -> str:
+    """How much faster ours are in the mean, and by how much another choice of seeds may change
+    that, where there were several."""
+    ratio = statistics.fmean(others) / statistics.fmean(ours)
+    text = f"{100 * (ratio - 1):+.2f}%"
+    if min(len(others), len(ours)) > 1:
+        errors = [
+            statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
+            for times in (others, ours)
+        ]
+        text += f" ± {100 * ratio * math.hypot(*errors):.2f}"
+    return text
 
 
 def optimum_text(optima: Sequence[Row]) -> str:

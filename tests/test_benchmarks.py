@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, measured, paper, tables
+from benchmarks import figures, measured, paper, placers, tables
 from benchmarks.common import (
     Point,
     add_csv,
@@ -59,6 +59,13 @@ def test_cases_run_in_other_processes_with_one_thread() -> None:
     processes = set(side_by_side(os.path.realpath, ["/proc/self"] * 2, 2))
     assert os.path.realpath("/proc/self") not in processes
     assert os.environ.get("NUMBA_NUM_THREADS") == before
+
+
+def test_a_gain_says_how_much_hangs_on_the_seeds() -> None:
+    assert placers.gain_text([1.1], [1.0]) == "+10.00%"
+    assert placers.gain_text([1.0, 1.0], [1.0, 1.0]) == "+0.00% ± 0.00"
+    # The first mean is off by about 0.7 / sqrt(2), the second by nothing.
+    assert placers.gain_text([0.5, 1.5], [1.0, 1.0]) == "+0.00% ± 50.00"
 
 
 def test_when_a_search_was_within_two_percent() -> None:

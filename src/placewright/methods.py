@@ -65,9 +65,6 @@ class Settings:
     """How much times of the same placement differ (`Evaluator.noise`)."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
-    local_search: LocalSearch | None = None
-    """The `local-search` of the same search, if it has one. Learned methods polish with it: two
-    that know nothing of each other would both begin at the beginning."""
 
 
 def _one_shot(function: Callable[[Problem], Sequence[Placement]]) -> Callable[[Settings], Placer]:
@@ -91,11 +88,6 @@ def _exact(settings: Settings) -> Placer:
     seconds = 60.0 if settings.seconds is None else settings.seconds / 3
     config = ExactConfig(max_placements=most, max_seconds=seconds)
     return Repairing(Exact(settings.problem, config, seed=settings.seed))
-
-
-def _local_search(settings: Settings) -> Placer:
-    assert settings.local_search is not None  # `make` makes it before the others
-    return settings.local_search
 
 
 LEARNING = ("torch", "safetensors")
@@ -147,7 +139,6 @@ def _learned(settings: Settings) -> Placer:
         seed=settings.seed,
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
-        polisher=settings.local_search,
     )
 
 
@@ -215,7 +206,7 @@ METHODS: dict[str, Method] = {
     ),
     "local-search": Method(
         "simulated annealing from the best found so far and from scratch, until the budget is used",
-        _local_search,
+        lambda settings: LocalSearch(settings.problem, seed=settings.seed),
     ),
     "reinforce": Method(
         "the paper's: sequence-to-sequence policy, REINFORCE (Mirhoseini 2017)",
@@ -288,6 +279,5 @@ def make(
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
         learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
-        local_search=LocalSearch(problem, seed=seed) if "local-search" in names else None,
     )  # fmt: skip
     return [METHODS[name].make(replace(settings, name=name)) for name in names]

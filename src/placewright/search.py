@@ -184,6 +184,8 @@ def search(
         if told and directory is not None and placer.restore(directory, told)
     }
     metrics = None if directory is None else MetricsLog(directory, keep=restored)
+    for number, placer in enumerate(placers):
+        placer.before(placers[number + 1 :])
     since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
     batch = BATCH if evaluator.cheap else _DEAR_BATCH * evaluator.at_a_time

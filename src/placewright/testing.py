@@ -426,6 +426,7 @@ def check_placer(
     placer, twin = make(problem, 0), make(problem, 0)
     assert placer.name, "a placer without a name"
     assert placer.problem is problem, "a placer stays with its problem"
+    assert placer.share > 0, "an endless placer without a share would never be asked"
     seen: list[Trial] = []
     finished = False
     for _ in range(rounds if placer.endless else 1000):

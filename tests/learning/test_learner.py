@@ -562,16 +562,38 @@ def test_ppo_polishes_with_the_local_search_that_comes_after_it() -> None:
     assert progress.trials_of["local-search"] == pytest.approx(2 * progress.trials_of["ppo"], abs=1)
 
 
-def test_ppo_takes_a_whole_share_where_it_has_its_own_ways() -> None:
+@pytest.mark.parametrize(
+    ("names", "settings", "noise", "share"),
+    [
+        (["ppo", "local-search"], [], 0.0, 0.5),
+        (["ppo", "random", "local-search"], [], 0.0, 0.5),
+        (["ppo", "random"], [], 0.0, 1.0),
+        (["local-search", "ppo"], [], 0.0, 1.0),
+        (["ppo", "local-search"], ["polish=0"], 0.0, 1.0),
+        (["ppo", "local-search"], [], 0.1, 1.0),
+    ],
+)
+def test_ppo_takes_half_a_share_only_where_a_local_search_goes_on(
+    names: list[str], settings: list[str], noise: float, share: float
+) -> None:
     problem = _problem(12)
-    alone = methods.make(["ppo", "random"], problem, trials=100)[0]
-    without = methods.make(["ppo", "local-search"], problem, learner=["polish=0"], trials=100)[0]
-    noisy = methods.make(["ppo", "local-search"], problem, noise=0.1, trials=100)[0]
-    assert [placer.share for placer in (alone, without, noisy)] == [1.0, 1.0, 1.0]
-    together = methods.make(["ppo", "local-search"], problem, trials=100)[0]
-    assert together.share == 0.5
-    assert together.continue_under(problem)
-    assert together.share == 1.0  # the local search of the old costs is not used any more
+    placers = methods.make(names, problem, learner=settings, noise=noise, trials=1)
+    search(placers, SimulatedEvaluator(problem), Budget(trials=1))
+    assert placers[names.index("ppo")].share == share
+
+
+def test_under_other_costs_it_polishes_with_the_local_search_of_then() -> None:
+    problem = _problem(20)
+    evaluator = SimulatedEvaluator(problem)
+    settings = ["policy.hidden=16", "polish=16", "warm_start=1"]
+    learner, first = methods.make(["ppo", "local-search"], problem, learner=settings, trials=200)
+    search([learner, first], evaluator, Budget(trials=200))
+    assert isinstance(learner, Learner)
+    assert learner._polisher is first
+    (second,) = methods.make(["local-search"], problem, seed=1, trials=200)
+    assert learner.continue_under(problem)
+    search([learner, second], evaluator, Budget(trials=200))
+    assert learner._polisher is second
 
 
 def test_polishing_starts_anew_under_other_costs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -281,6 +282,23 @@ def test_a_small_space_is_tried_out_and_then_it_ends() -> None:
     assert len(trials) == 4096 - len({trial.placement for trial in others})
     assert len({trial.placement for trial in trials + others}) == 4096
     assert placer.ask(64) == []
+
+
+def test_what_is_left_of_a_small_space_counts_as_well() -> None:
+    """Where every trial is faster than all before it, the last one is the best known."""
+    problem = layered_problem(6, 2)
+    seconds = itertools.count(10_000, -1)
+
+    def faster_and_faster(placements: Sequence[Placement]) -> list[Measurement]:
+        return [
+            Measurement(outcome=Outcome.OK, step_seconds=(float(next(seconds)),))
+            for _ in placements
+        ]
+
+    placer = LocalSearch(problem)
+    trials = run(placer, faster_and_faster, 10_000)
+    best = min(camp.elites[0].score.value for camp in placer._camps() if camp.elites)
+    assert best == trials[-1].measurement.mean_seconds
 
 
 def test_nothing_to_choose_nothing_to_propose() -> None:

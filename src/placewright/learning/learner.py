@@ -135,11 +135,9 @@ class Learner(Placer):
         policy: Policy | None = None,
         updater: Updater | None = None,
         teachers: Sequence[Placer] = (),
-        polisher: LocalSearch | None = None,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
-        `teachers` are asked for placements to begin with, unless the search tells of some.
-        `polisher` is a local search of this problem that somebody goes on with afterwards."""
+        `teachers` are asked for placements to begin with, unless the search tells of some."""
         super().__init__(problem)
         self.name = name
         self.config = config
@@ -167,7 +165,8 @@ class Learner(Placer):
         self._skipped = 0
         self._metrics: list[dict[str, float]] = []
         self._begin(problem)
-        self._shared_polisher = polisher
+        # A `local-search` that comes after this one in the search.
+        self._successor: LocalSearch | None = None
         self._baseline: float | None = self._failing_reward
         # The best placements under other costs, which are to be tried under these.
         self._again: list[Placement] = []
@@ -198,8 +197,8 @@ class Learner(Placer):
         self._answers: list[Measurement | None] = []
         # Other proposals that are not answered: the teachers', the best guess, polishing.
         self._others: set[Placement] = set()
-        # Polishing: a local search of its own, or what it came to on estimates where times are
-        # noisy, and how many placements may be tried until the next update.
+        # Polishing: a local search, or what it came to on estimates where times are noisy, and how
+        # many placements may be tried until the next update.
         self._polisher: LocalSearch | None = None
         self._imagined: list[Placement] = []
         self._polish_left = 0
@@ -221,15 +220,19 @@ class Learner(Placer):
         self._begin(problem)
         self._again = [Placement.of(problem, devices) for devices in best]
         self._baseline = None
-        self._teachers, self._shared_polisher = [], None  # they know the old costs only
+        self._teachers, self._successor = [], None  # they know the old costs only
         self._greedy_due = self.updates > 0  # it is a trained policy by now
         return True
 
+    def before(self, others: Sequence[Placer]) -> None:
+        """It polishes with the local search that comes after it, which then goes on where this one
+        ended. Two that know nothing of each other would both begin at the beginning."""
+        self._successor = next((other for other in others if isinstance(other, LocalSearch)), None)
+
     @property
     def share(self) -> float:  # type: ignore[override]
-        """Half as much as the local search it polishes with, which goes on where this one ends: the
-        policy's part is worth the most at the start."""
-        return 1.0 if self._shared_polisher is None or self._repeats else 0.5
+        """Half as much as a local search that it leaves its own work to (`benchmarks.placers`)."""
+        return 1.0 if self._successor is None or not self._polishes_exactly else 0.5
 
     # --- ask -------------------------------------------------------------------------------------
 
@@ -333,7 +336,7 @@ class Learner(Placer):
 
     def _ask_polisher(self, count: int) -> list[Placement]:
         if self._polisher is None:
-            self._polisher = self._shared_polisher or LocalSearch(self.problem, seed=self.seed)
+            self._polisher = self._successor or LocalSearch(self.problem, seed=self.seed)
             self._polisher.tell(self._resumed)
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()
@@ -661,10 +664,15 @@ class Learner(Placer):
         return True
 
     @property
+    def _polishes_exactly(self) -> bool:
+        """Whether it polishes by trying, and not on estimates."""
+        return bool(self.config.polish) and self._imagination is None
+
+    @property
     def _repeats(self) -> bool:
         """Whether all that a resumed run proposed since its checkpoint is proposed again. A local
         search on exact times has no checkpoint, and finds other ways."""
-        return not self.config.polish or self._imagination is not None
+        return not self._polishes_exactly
 
     def _known_to_smoother(self, told: Sequence[Trial]) -> int:
         """How many of the journal's trials came before the checkpoint. What a smoother made of

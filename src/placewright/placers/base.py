@@ -23,7 +23,7 @@ class Placer(ABC):
     endless: bool = False
     """Whether it goes on proposing until stopped, and so needs a share of the budget."""
     share: float = 1.0
-    """How large a share, where several are endless: relative to theirs."""
+    """How large a share, relative to those of the other endless placers. Above 0."""
     why_not: str = ""
     """Why it has nothing to propose, in one line, where that needs saying."""
     lower_bound_seconds: float = 0.0
@@ -40,6 +40,10 @@ class Placer(ABC):
     def tell(self, trials: Sequence[Trial]) -> None:
         """What came of placements of this problem: those asked for, or those of another placer
         (an earlier method, or the journal of a run that is resumed)."""
+
+    def before(self, others: Sequence[Placer]) -> None:
+        """Which placers come after it in the search that begins, should it want to work for one of
+        them. It is told before anything is asked for."""
 
     def favourites(self) -> list[Placement]:
         """What it holds for the best, the best first, where that need not be what was fastest when

@@ -163,8 +163,8 @@ class LocalSearch(Placer):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """What it knows already is passed over: a learned method that polished with it has told it
-        most of what the search tells when its own turn comes."""
+        """What it knows already is passed over: a learned method that polished with it told it most
+        of what the search tells when its own turn comes."""
         news = False
         for trial in trials:
             devices, measurement = trial.placement.devices, trial.measurement
