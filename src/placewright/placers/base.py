@@ -44,6 +44,7 @@ class Placer(ABC):
     def before(self, others: Sequence[Placer]) -> None:
         """Which placers come after it in the search that begins, should it want to work for one of
         them. It is told before anything is asked for."""
+        return  # most work for themselves
 
     def favourites(self) -> list[Placement]:
         """What it holds for the best, the best first, where that need not be what was fastest when
