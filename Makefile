@@ -1,6 +1,6 @@
 # make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
-# make paper   the paper's experiment: half an hour, on a machine that does nothing else
+# make paper   the paper's experiment: some 40 minutes, on a machine that does nothing else
 # make lint    ruff, mypy and the import contracts
 # make docs    builds the documentation into build/docs
 # make lock    renews requirements.lock from pyproject.toml (slow; asks the registry for hashes)

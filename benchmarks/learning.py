@@ -415,7 +415,7 @@ def report() -> None:
         if not rows:
             continue
         seeds = sorted({int(r["seed"]) for r in rows})
-        parts += ["", f"## {title}", "", f"Seeds {seeds[0]} to {seeds[-1]}."]
+        parts += ["", f"## {title}", "", f"Seeds {', '.join(map(str, seeds))}."]
         if name == "noise":
             made = noise_table(rows, read_csv(RESULTS / "quality.csv"))
             parts += ["", marked("learning-noise", made)]

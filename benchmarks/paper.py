@@ -1,6 +1,6 @@
 """The experiment of the paper (Mirhoseini et al., ICML 2017), end to end.
 
-    python -m benchmarks.paper               # all of it, under half an hour on 2 idle cores
+    python -m benchmarks.paper               # all of it, some 40 minutes on 2 idle cores
     python -m benchmarks.paper simulated     # or some of its parts, in this order
 
 - `simulated`: the paper's table, in the simulator at the paper's sizes;
@@ -112,7 +112,8 @@ PAPER_COST = "12 to 27 hours on 80 to 160 GPUs"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How much of everything: chosen so that the whole takes under half an hour on two cores."""
+    """How much of everything. The whole takes some 40 minutes on two cores, a third of that the
+    searches of `reinforce`, whose network is large for a CPU."""
 
     models: tuple[str, ...] = MODELS
     clusters: tuple[str, ...] = CLUSTERS
