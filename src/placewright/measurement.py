@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ class Measurement:
     def ok(self) -> bool:
         return self.outcome is Outcome.OK
 
-    @property
+    @functools.cached_property  # every part of a search asks for it
     def mean_seconds(self) -> float:
         """Mean step time; infinite for a failure, so that failures sort last."""
         return statistics.fmean(self.step_seconds) if self.ok else math.inf

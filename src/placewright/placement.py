@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from placewright.problem import Problem
 FORMAT = "placewright-placement/1"
 
 
-def digest(devices: IndexArray) -> bytes:
-    """Eight bytes that stand for a placement, the same in every process."""
-    return hashlib.blake2b(devices.tobytes(), digest_size=8).digest()
+def digest(devices: IndexArray) -> int:
+    """A number that stands for a placement, the same in every process."""
+    eight = hashlib.blake2b(devices.tobytes(), digest_size=8).digest()
+    return int.from_bytes(eight, "little", signed=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,8 @@ class Placement:
                 "was it made for another grouping?"
             )
         count = problem.cluster.num_devices
-        if array.size and not (array.min() >= 0 and array.max() < count):
+        # As unsigned numbers, negative ones are the largest.
+        if array.size and not array.view(np.uint32).max() < count:
             raise PlacementError(
                 f"placement uses device number {array.max() if array.min() >= 0 else array.min()}, "
                 f"cluster {problem.cluster.name!r} has {count} devices"
@@ -54,18 +57,21 @@ class Placement:
         """The device with most groups: of a placement on a single device, that one."""
         return int(np.bincount(self.devices).argmax())
 
-    @property
+    @functools.cached_property  # a search looks placements up again and again
     def digest(self) -> int:
-        """As one number; unlike `hash`, the same in every process."""
-        return int.from_bytes(digest(self.devices), "little", signed=True)
+        return digest(self.devices)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Placement):
             return NotImplemented
-        return self.problem == other.problem and np.array_equal(self.devices, other.devices)
+        return self is other or (
+            self.problem == other.problem
+            and self.digest == other.digest
+            and np.array_equal(self.devices, other.devices)
+        )
 
     def __hash__(self) -> int:
-        return hash((self.problem, self.devices.tobytes()))
+        return hash(self.digest)
 
     def save(self, path: str | Path, problem: Problem) -> None:
         """Writes group, op and device names, so that the file can be read, and applied to a model,

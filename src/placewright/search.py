@@ -254,12 +254,15 @@ def search(
                 seed=seed,
                 at_seconds=earlier_seconds + progress.elapsed_seconds,
             )
-            trials = [
-                as_trial(placement=placement, measurement=measurement)
-                for placement, measurement in zip(new, measurements, strict=True)
-            ]
+            # What it asked for but others had tried is told as its own: that is what it proposed.
             known.update(zip(new, measurements, strict=True))
-            answered = [known[placement] for placement in asked]
+            answers = [
+                as_trial(placement=placement, measurement=known[placement]) for placement in asked
+            ]
+            trials = answers
+            if len(new) < len(asked):
+                trial_of = {answer.placement: answer for answer in reversed(answers)}
+                trials = [trial_of[placement] for placement in new]
             while len(known) > _MOST_REMEMBERED:
                 del known[next(iter(known))]
             if journal is not None and trials:
@@ -271,11 +274,6 @@ def search(
                 if len(since) > 2 * _MOST_TOLD:
                     since.sort(key=lambda trial: trial.measurement.mean_seconds)
                     del since[_MOST_TOLD:]
-            # What it asked for but others had tried is told as its own: that is what it proposed.
-            answers = [
-                as_trial(placement=placement, measurement=measurement)
-                for placement, measurement in zip(asked, answered, strict=True)
-            ]
             for answer in answers:
                 progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
             placer.tell(answers)

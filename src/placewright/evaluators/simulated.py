@@ -73,11 +73,11 @@ class SimulatedEvaluator(Evaluator):
         ]
 
     def _measurement(self, simulation: Simulation, row: int, placement: Placement) -> Measurement:
-        factors = np.ones(1)
+        factors = [1.0]
         if self._noise is not None:
             # Drawn for every placement, so that what happens to one does not move the next.
             normal, uniform = self._rng.standard_normal(self._noise.steps), self._rng.random()
-            factors = np.exp(self._noise.spread * normal)
+            factors = np.exp(self._noise.spread * normal).tolist()
             if uniform < self._noise.failure_rate:
                 return Measurement(
                     outcome=Outcome.FAILED, reason="simulated failure of the machine"
@@ -90,8 +90,12 @@ class SimulatedEvaluator(Evaluator):
         if simulation.overflow_device[row] >= 0:
             reason = out_of_memory(self.problem, placement, simulation, row)
             return Measurement(outcome=Outcome.OUT_OF_MEMORY, peak_bytes=peak_bytes, reason=reason)
-        seconds = tuple((float(simulation.step_seconds[row]) * factors).tolist())
-        return Measurement(outcome=Outcome.OK, step_seconds=seconds, peak_bytes=peak_bytes)
+        seconds = float(simulation.step_seconds[row])
+        return Measurement(
+            outcome=Outcome.OK,
+            step_seconds=tuple(seconds * factor for factor in factors),
+            peak_bytes=peak_bytes,
+        )
 
 
 def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation, row: int) -> str:

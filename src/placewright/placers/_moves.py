@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -23,10 +25,10 @@ class Moves:
         self.free = [group for group, devices in enumerate(self._choices) if len(devices) > 1]
         """Groups that have a choice."""
         self._groups = np.arange(problem.num_groups)
+        self._device_kinds: list[int] = problem.cluster.kind_of_device.tolist()
         graph = group_graph(problem)
-        self._neighbours: list[list[int]] = [
-            part.tolist() for part in np.split(graph.neighbour, graph.offsets[1:-1])
-        ]
+        self._near = np.split(graph.neighbour, graph.offsets[1:-1])
+        self._neighbours: list[list[int]] = [part.tolist() for part in self._near]
         # Even what costs nothing to send counts a little.
         self._bytes = np.split(graph.cost + 1.0, graph.offsets[1:-1])
         self._cumulated: list[list[float]] = [np.cumsum(part).tolist() for part in self._bytes]
@@ -48,7 +50,10 @@ class Moves:
             "exchange": self._exchange,
         }
         # Share of the last few hundred draws that were for the better; all begin as promising.
-        self._success = dict.fromkeys([*self._kinds, "cross", "relieve"], 0.2)
+        self._names = [*self._kinds, "cross", "relieve"]
+        self._success = dict.fromkeys(self._names, 0.2)
+        # How likely each is drawn, cumulated; empty where that has changed.
+        self._weights: list[float] = []
 
     def draw(
         self,
@@ -60,10 +65,14 @@ class Moves:
 
         `overfull` are the devices that ran out of memory, `other` is a placement to learn from.
         """
-        kinds = [kind for kind in self._success if kind != "relieve" or (too_full and too_full[1])]
-        # The floor keeps kinds alive whose time may come later.
-        weights = [self._success[kind] + 0.02 for kind in kinds]
-        (kind,) = self._random.choices(kinds, weights)
+        if not self._weights:
+            # The floor keeps kinds alive whose time may come later.
+            shares = (share + 0.02 for share in self._success.values())
+            self._weights = list(itertools.accumulate(shares))
+        # The last one is for where memory ran out.
+        count = len(self._names) if too_full and too_full[1] else len(self._names) - 1
+        drawn = self._random.random() * self._weights[count - 1]
+        kind = self._names[bisect.bisect(self._weights, drawn, 0, count - 1)]
         group = self._random.choice(self.free)
         if kind == "cross":
             changed = self._cross(devices, group, other)
@@ -71,12 +80,13 @@ class Moves:
             changed = self._relieve(devices, *too_full)
         else:
             changed = self._kinds[kind](devices, group)
-        if changed is None or np.array_equal(changed, devices):
+        if changed is None or changed.tobytes() == devices.tobytes():
             return kind, None
         return kind, changed
 
     def learn(self, kind: str, gain: bool) -> None:
         self._success[kind] += 0.005 * (gain - self._success[kind])
+        self._weights = []
 
     def may_be(self, devices: IndexArray) -> bool:
         """Whether every group is where it is allowed."""
@@ -134,7 +144,7 @@ class Moves:
 
     def _attract(self, devices: IndexArray, group: int) -> IndexArray | None:
         """The group to the device it exchanges the most bytes with."""
-        near = self._neighbours[group]
+        near = self._near[group]
         pull = np.bincount(devices[near], self._bytes[group], minlength=self.problem.num_devices)
         return self._put(
             devices, [group], int(np.where(self.problem.allowed[group], pull, -1.0).argmax())
@@ -208,13 +218,17 @@ class Moves:
         Two placements may be the same but for which GPU is called the first.
         """
         count = self.problem.num_devices
-        kinds = self.problem.cluster.kind_of_device
+        kinds = self._device_kinds
         same = np.bincount(devices * count + other, minlength=count * count)
         image = [-1] * count
+        left = count
         for pair in np.argsort(-same, kind="stable").tolist():
             mine, theirs = divmod(pair, count)
             if kinds[mine] == kinds[theirs] and image[theirs] < 0 and mine not in image:
                 image[theirs] = mine
+                left -= 1
+                if not left:
+                    break
         return np.array(image, dtype=np.int32)[other]
 
     def _relieve(

@@ -17,6 +17,8 @@ each help on their own are then tried together.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import random
 from collections import deque
@@ -102,6 +104,8 @@ class _Camp:
     elites: list[_Known] = field(default_factory=list)
     """The best first, no two of them nearly the same."""
     chains: list[_Chain] = field(default_factory=list)
+    ranked: list[_Chain] = field(default_factory=list)
+    """The chains, the best first; empty where that may have changed."""
     answers: int = 0
 
 
@@ -139,13 +143,15 @@ class LocalSearch(Placer):
         free = len(self._moves.free)
         self._num_chains = min(self.config.chains, max(2, free // 4))
         self._num_elites = min(self.config.elites, max(4, free))
+        shares = (self.config.focus**rank for rank in range(self._num_chains))
+        self._focus = list(itertools.accumulate(shares))
         self._home = _Camp(deque())
         self._away: _Camp | None = None
         self._begun = False
         self._season = self.config.season
         self._turn = 0
         # By digest, what was tried, and where it came from as long as it is not answered.
-        self._tried: dict[bytes, _Asked | None] = {}
+        self._tried: dict[int, _Asked | None] = {}
         self._rest = every_placement(problem)
         self._memory = np.array([d.memory_bytes for d in problem.cluster.devices], dtype=np.int64)
         # Placements that differ in no more groups than this count as nearly the same.
@@ -168,7 +174,7 @@ class LocalSearch(Placer):
         news = False
         for trial in trials:
             devices, measurement = trial.placement.devices, trial.measurement
-            name = digest(devices)
+            name = trial.placement.digest
             asked = self._tried.get(name)
             if asked is None and (name in self._tried or not self._moves.may_be(devices)):
                 continue
@@ -183,6 +189,7 @@ class LocalSearch(Placer):
             if asked and asked.change:
                 self._answer(asked.change, known)
         for camp in self._camps() if news else ():
+            camp.ranked = []
             for chain in camp.chains:
                 _combine(chain)
                 if chain.steps >= chain.length:
@@ -235,9 +242,8 @@ class LocalSearch(Placer):
         while len(camp.chains) < self._num_chains:
             start = camp.elites[len(camp.chains) % len(camp.elites)]
             camp.chains.append(_Chain(start, self.config.cycle))
-        ranked = sorted(camp.chains, key=lambda chain: chain.now.score)
-        weights = [self.config.focus**rank for rank in range(len(ranked))]
-        (chain,) = self._random.choices(ranked, weights)
+        camp.ranked = camp.ranked or sorted(camp.chains, key=lambda chain: chain.now.score)
+        (chain,) = self._random.choices(camp.ranked, cum_weights=self._focus)
         if chain.waiting is not None:
             devices, chain.waiting = chain.waiting, None
             if self._is_new(devices, _Asked(camp, _Change(chain, chain.now, ""))):
@@ -270,8 +276,8 @@ class LocalSearch(Placer):
         self._remember(name, asked)
         return True
 
-    def _remember(self, digest: bytes, asked: _Asked | None) -> None:
-        self._tried[digest] = asked
+    def _remember(self, name: int, asked: _Asked | None) -> None:
+        self._tried[name] = asked
         if len(self._tried) > self.config.memory:
             del self._tried[next(iter(self._tried))]
 
@@ -323,12 +329,11 @@ class LocalSearch(Placer):
         elites = camp.elites
         if len(elites) >= self._num_elites and known.score >= elites[-1].score:
             return
-        near = [elite for elite in elites if self._nearly_same(elite, known)]
-        if any(elite.score <= known.score for elite in near):
+        place = bisect.bisect_right(elites, known.score, key=lambda elite: elite.score)
+        if any(self._nearly_same(elite, known) for elite in elites[:place]):
             return
-        elites[:] = [elite for elite in elites if all(elite is not other for other in near)]
-        elites.append(known)
-        elites.sort(key=lambda elite: elite.score)
+        worse = [elite for elite in elites[place:] if not self._nearly_same(elite, known)]
+        elites[place:] = [known, *worse]
         del elites[self._num_elites :]
 
     def _nearly_same(self, one: _Known, other: _Known) -> bool:
@@ -340,13 +345,12 @@ class LocalSearch(Placer):
         gain = known.score < change.parent.score
         if change.move:
             self._moves.learn(change.move, gain)
-        groups = np.flatnonzero(change.parent.devices != known.devices).astype(np.int32)
         if gain:
-            chain.gains.append((groups, known.devices[groups]))
+            chain.gains.append(_difference(change.parent, known))
         if self._accepts(chain, known.score):
             chain.now = known
         elif known.score.failure == 1 and change.move != "relieve":
-            chain.refused = (groups, known.devices[groups], self._overfull(known))
+            chain.refused = (*_difference(change.parent, known), self._overfull(known))
 
     def _accepts(self, chain: _Chain, score: _Score) -> bool:
         now = chain.now.score
@@ -386,6 +390,12 @@ class LocalSearch(Placer):
         home.chains = (picked + doubles)[: self._num_chains]
         self._season = math.ceil(self._season * self.config.growth)
         self._away = _Camp(deque(self._mixed()))
+
+
+def _difference(parent: _Known, known: _Known) -> tuple[IndexArray, IndexArray]:
+    """The groups that are elsewhere than in the parent, and their devices."""
+    groups = np.flatnonzero(parent.devices != known.devices).astype(np.int32)
+    return groups, known.devices[groups]
 
 
 def _combine(chain: _Chain) -> None:

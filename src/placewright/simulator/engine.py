@@ -7,6 +7,7 @@ time. Memory is held from the start of the op that makes it to the end of the la
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Simulator:
         self.flow = Flow.of(problem.graph)
         self._tables = _tables(problem, self.flow)
         self._scratches: list[Scratch] = []
+        self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _simulator, (self.problem, self.threads)  # tables are quicker made than sent
@@ -81,17 +83,17 @@ class Simulator:
         The threads share the rows; the result does not depend on how many there are.
         """
         placements = self._checked(devices)
-        rows = np.arange(len(placements))
         results = Results.of(len(placements), self.problem.num_devices)
-        threads = min(self.threads, len(rows))
-        if threads <= 1:
-            self._simulate(placements, rows, results)
-        else:
-            # numba's own parallel loops would do as well, but they abort the process when two
-            # threads start one or when it was forked. Several parts per thread even out slow rows.
-            parts = np.array_split(rows, min(4 * threads, len(rows)))
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(lambda part: self._simulate(placements, part, results), parts))
+        next_row = np.zeros(1, dtype=np.int64)
+        # numba's own parallel loops would do as well, but they abort the process when two threads
+        # start one or when it was forked.
+        helpers = [
+            self._helpers().submit(self._simulate, placements, next_row, results)
+            for _ in range(min(self.threads, len(placements)) - 1)
+        ]
+        self._simulate(placements, next_row, results)
+        for helper in helpers:
+            helper.result()
         failed_op = np.full(len(placements), -1, dtype=np.int32)
         for row in np.flatnonzero(np.isinf(results.step_seconds)):
             failed_op[row] = self._first_failing_op(placements[row])
@@ -125,7 +127,8 @@ class Simulator:
         results = Results.of(1, self.problem.num_devices)
         log = Log.of(self._tables)
         scratch = self._borrowed()
-        simulate(self._tables, scratch, placements, np.arange(1), results, log, self._working())
+        next_row = np.zeros(1, dtype=np.int64)
+        simulate(self._tables, scratch, placements, next_row, results, log, self._working())
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
@@ -151,9 +154,16 @@ class Simulator:
         self._scratches.append(scratch)
         return recording
 
-    def _simulate(self, placements: IndexArray, rows: IntArray, results: Results) -> None:
+    def _helpers(self) -> ThreadPoolExecutor:
+        """The threads besides the caller's. They wait for the next call: to start and end them
+        takes as long as a few placements. A forked process has none of its parent's."""
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(self.threads - 1)
+        return self._pool[1]
+
+    def _simulate(self, placements: IndexArray, next_row: IntArray, results: Results) -> None:
         scratch = self._borrowed()
-        simulate(self._tables, scratch, placements, rows, results, None, self._working())
+        simulate(self._tables, scratch, placements, next_row, results, None, self._working())
         # Kept for the next call: the system would have to clear fresh memory page by page, which
         # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)

@@ -271,7 +271,18 @@ def _prefetching(context: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
+def _taking(context: Any, counter: Any) -> Any:
+    """Counts up, and gives the number as it was before; no two threads get the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", data, ir.IntType(64)(1), "monotonic")
+
+    return types.int64(counter), generate
+
+
 _prefetch: Any = intrinsic(_prefetching)
+_take: Any = intrinsic(_taking)
 
 _NO_LIMIT = np.int64(2**63 - 1)
 _AHEAD = UINT(1024)
@@ -295,12 +306,13 @@ def simulate(
     tables: Tables,
     scratch: Scratch,
     placements: IndexArray,
-    rows: IntArray,
+    next_row: Ints,
     results: Results,
     log: Log | None,
     working: Ints | None,
 ) -> None:
-    """Simulates these rows of `placements` and fills in these rows of `results`.
+    """Simulates rows of `placements` and fills in the same rows of `results`, until `next_row`, a
+    single number that several threads may share, is beyond the last.
 
     `working` has room for how many servers of each device are busy, all 0; None where there is no
     contention. numba compiles this anew for what is None: without a log, and with one for
@@ -337,7 +349,10 @@ def simulate(
     free = scratch.free[0]
     contention = tables.contention
 
-    for row in rows:
+    while True:
+        row = _take(next_row)
+        if row >= placements.shape[0]:
+            break
         runs = True
         for group in range(allowed.shape[0]):
             runs &= allowed[group, UINT(placements[row, group])]
