@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from placewright.errors import SearchError
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.placers.base import Placer
 from placewright.problem import Constraints, Problem, make_problem
-from placewright.testing import check_placer, random_problem
+from placewright.testing import check_placer, gpu_boards, layered_graph, random_problem
 
 
 def make(name: str, problem: Problem, seed: int) -> Placer:
@@ -80,6 +81,45 @@ def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> No
     alone = ["elites=0", "imitation=0"]
     methods.check_learner(["ppo"], [*alone, "warm_start=0"], None)
     methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")
+
+
+def made_by_auto(seconds: float | None, *more: str, **settings: Any) -> Placer:
+    """The `ppo` of `auto` on a graph whose updates take some time."""
+    problem = make_problem(layered_graph(60, 6), gpu_boards(4))
+    names = methods.parse(",".join(["auto", *more]))
+    return methods.make(names, problem, seconds=seconds, **settings)[names.index("ppo")]
+
+
+def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
+    ppo = made_by_auto(0.1, "random")
+    assert ppo.ask(10) == []
+    assert re.fullmatch(
+        r"30 updates of its policy take some \d+ s here, which is too long for its part of 0.1 s; "
+        r"auto has it from some \d+ s on",
+        ppo.why_not,
+    )
+    assert not ppo.endless  # what would have been its part is for the others
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seconds": 1e5},
+        {"seconds": None, "trials": 100},
+        {"seconds": 0.1, "trials": 100},
+        {"seconds": 0.1, "learner": ["samples=4"]},
+        {"seconds": 0.1, "cheap": False},
+        {"seconds": 0.1, "noise": 0.1},
+        {"seconds": 0.1, "rounds": True},
+    ],
+)
+def test_otherwise_auto_learns(settings: Any) -> None:
+    assert made_by_auto(**settings).endless
+
+
+def test_a_learner_that_is_asked_for_by_name_takes_part() -> None:
+    (ppo, _) = methods.make(["ppo", "local-search"], random_problem(0), seconds=0.1)
+    assert ppo.endless
 
 
 LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")

@@ -129,6 +129,23 @@ def test_a_placer_that_only_repeats_itself_ends() -> None:
     assert progress.trials == 729
 
 
+def test_a_placer_whose_turn_never_came_says_so() -> None:
+    made = problem()
+    nothing = one(made, "nothing")
+    placers = [nothing, Counting(made, name="x"), one(made, "late", [1] * 6)]
+    stopped = False
+
+    def watch(progress: Progress) -> None:
+        nonlocal stopped
+        stopped = True
+
+    progress = search(
+        placers, Summing(made), Budget(trials=500), observe=watch, stop=lambda: stopped
+    )
+    reasons = {result.method: result.why_not for result in progress.results()}
+    assert reasons == {"nothing": "", "x": "", "late": "the search was over before its turn"}
+
+
 def test_time_runs_out() -> None:
     made = problem()
     progress = search([Counting(made)], Summing(made), Budget(seconds=1e-9))

@@ -63,6 +63,9 @@ class Settings:
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
     """How much times of the same placement differ (`Evaluator.noise`)."""
+    may_decline: bool = False
+    """Whether nobody asked for this very method, so that it may leave its part of the budget to
+    others where that part is too small to be of use."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
@@ -108,6 +111,11 @@ NOISY_SAMPLES, NOISY_POLISH = 4, 12
 the estimates are, so few placements are tried until there are better ones."""
 
 
+LEAST_UPDATES = 30
+"""What a learned method must have time for to take part in `auto` where time counts. In the time of
+fewer, on graphs where each takes long, a local search finds more (`benchmarks.placers`)."""
+
+
 def _learned(settings: Settings) -> Placer:
     check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
@@ -132,7 +140,7 @@ def _learned(settings: Settings) -> Placer:
         if any(setting.strip().startswith("policy.") for setting in settings.learner):
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
     config = configured(preset, settings.learner)
-    return Learner(
+    learner = Learner(
         settings.problem,
         config,
         name=settings.name,
@@ -140,6 +148,22 @@ def _learned(settings: Settings) -> Placer:
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
     )
+    if settings.may_decline and settings.seconds is not None and learner.has_choice:
+        needs = learner.seconds_for(LEAST_UPDATES)
+        budget = needs * (1 + learner.PART) / learner.PART
+        if settings.seconds < budget:
+            return _declined(settings, needs, budget)
+    return learner
+
+
+def _declined(settings: Settings, needs: float, budget: float) -> Placer:
+    """Proposes nothing and says why."""
+    placer = OneShot(settings.name, settings.problem, lambda problem: ())
+    placer.why_not = (
+        f"{LEAST_UPDATES} updates of its policy take some {needs:.0f} s here, which is too long "
+        f"for its part of {settings.seconds:g} s; auto has it from some {budget:.0f} s on"
+    )
+    return placer
 
 
 def check_learner(names: Sequence[str], learner: Sequence[str], policy: str | Path | None) -> None:
@@ -272,12 +296,19 @@ def make(
     policy: str | Path | None = None,
     cheap: bool = True,
     noise: float = 0.0,
+    rounds: bool = False,
 ) -> list[Placer]:
-    """The placers of these names, in order."""
+    """The placers of these names, in order. `rounds`: whether they will go on in further searches,
+    so that the budget is not all they have."""
     if not 0 <= seed < 2**31:  # what all the libraries take
         raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
         learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
+        # Whoever names all of them means `auto`; whoever says how to learn wants that.
+        may_decline=(
+            not rounds and set(installed(AUTO)[0]) <= set(names)
+            and cheap and not noise and trials is None and not learner and policy is None
+        ),
     )  # fmt: skip
     return [METHODS[name].make(replace(settings, name=name)) for name in names]

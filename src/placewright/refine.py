@@ -322,6 +322,7 @@ class _Refinement:
             under,
             seed=self.real.seed + self.real.progress.trials,
             seconds=seconds,
+            rounds=True,
             **self.options,
         )
         self.placers.update(zip(names, made, strict=True))

@@ -168,6 +168,7 @@ def search(
     for placer in placers:
         progress.trials_of[placer.name] = 0
         progress.seconds_of[placer.name] = 0.0
+        progress.why_not_of[placer.name] = "the search was over before its turn"
     earlier_seconds = 0.0
     for trial in journal.trials if journal is not None else ():
         progress.count(trial)

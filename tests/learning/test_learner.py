@@ -582,6 +582,15 @@ def test_ppo_takes_half_a_share_only_where_a_local_search_goes_on(
     assert placers[names.index("ppo")].share == share
 
 
+def test_asking_how_long_updates_take_changes_nothing() -> None:
+    problem = _problem(12)
+    asked, plain = _learner(problem, SMALL), _learner(problem, SMALL)
+    few, many = asked.seconds_for(0), asked.seconds_for(10_000)
+    assert 0 <= few < many
+    assert asked.ask(8) == plain.ask(8)
+    assert torch.equal(_weights(asked), _weights(plain))
+
+
 def test_under_other_costs_it_polishes_with_the_local_search_of_then() -> None:
     problem = _problem(20)
     evaluator = SimulatedEvaluator(problem)

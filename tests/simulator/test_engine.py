@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -191,6 +193,26 @@ def test_the_number_of_threads_does_not_matter(threads: int) -> None:
     rows = placements(problem, 2, 13)
     expected = Simulator(problem, threads=1).run(rows)
     assert same(Simulator(problem, threads=threads).run(rows), expected)
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """In a process of its own: forking one with threads is a warning in newer Pythons."""
+    script = """
+import os, signal
+import numpy as np
+from placewright.simulator import Simulator
+from placewright.testing import random_problem
+problem = random_problem(0)
+simulator = Simulator(problem, threads=3)
+rows = np.tile(problem.allowed.argmax(axis=1), (50, 1))
+expected = simulator.run(rows).step_seconds
+child = os.fork()
+if not child:
+    signal.alarm(60)  # ends it should it wait for a thread that is not there
+    os._exit(0 if (simulator.run(rows).step_seconds == expected).all() else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True)
 
 
 def test_threads_may_share_a_simulator() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,6 +125,9 @@ class Learner(Placer):
     """A policy that learns from trials. Endless, but where there is nothing to choose."""
 
     endless = True
+    PART = 0.5
+    """Of the budget, as a share of what a local search gets that it leaves its own work to
+    (`benchmarks.placers`)."""
 
     def __init__(
         self,
@@ -231,8 +235,25 @@ class Learner(Placer):
 
     @property
     def share(self) -> float:  # type: ignore[override]
-        """Half as much as a local search that it leaves its own work to (`benchmarks.placers`)."""
-        return 1.0 if self._successor is None or not self._polishes_exactly else 0.5
+        return 1.0 if self._successor is None or not self._polishes_exactly else self.PART
+
+    def seconds_for(self, updates: int) -> float:
+        """About how long the warm start and so many updates take here, without the trials."""
+        config = self.config
+        random = torch.Generator().manual_seed(0)  # its own: what is proposed stays the same
+        sampling, stepping = math.inf, math.inf
+        with _one_thread():
+            for _ in range(2):  # the first time is slower than all later ones
+                started = time.perf_counter()
+                actions, _ = self.policy.sample(self._x, config.samples, random)
+                actions.cpu()  # waits for a GPU
+                sampled = time.perf_counter()
+                logp_KG, _ = self.policy.score(self._x, actions.clone())
+                self._differentiate(-logp_KG.mean())
+                sampling = min(sampling, sampled - started)
+                stepping = min(stepping, time.perf_counter() - sampled)
+        steps = config.epochs + (config.imitation_steps if config.polish else 0)
+        return config.warm_start * stepping + updates * (sampling + steps * stepping)
 
     # --- ask -------------------------------------------------------------------------------------
 
