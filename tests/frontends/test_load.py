@@ -73,8 +73,9 @@ def test_graph_is_returned_as_it_is(chain: Graph) -> None:
 
 
 def test_json_file(chain: Graph, tmp_path: Path) -> None:
-    chain.save(tmp_path / "chain.json")
-    assert load(tmp_path / "chain.json") == chain
+    for name in ("chain.json", "chain.json.gz"):
+        chain.save(tmp_path / name)
+        assert load(tmp_path / name) == chain
     assert load(str(tmp_path / "chain.json")) == chain
 
 
@@ -111,8 +112,8 @@ def test_file_goes_before_a_benchmark_model_of_its_name(
         (
             "ntm",
             "there is no benchmark model or file 'ntm' (did you mean 'nmt'?); benchmark models are "
-            "rnnlm, nmt, inception_v3; files are .json (graph file), .pb or .pbtxt (TensorFlow "
-            "GraphDef), .meta (MetaGraph) or a SavedModel's directory",
+            "rnnlm, nmt, inception_v3; files are .json or .json.gz (graph file), .pb or .pbtxt "
+            "(TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's directory",
         ),
         ("gone.pb", "gone.pb: no such file or directory"),
         ("gone/model", "gone/model: no such file or directory"),

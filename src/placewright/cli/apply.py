@@ -10,6 +10,7 @@ import typer
 from placewright import models
 from placewright.cli import common
 from placewright.errors import ModelError
+from placewright.frontends import is_graph_file
 from placewright.placement import read_ops
 
 
@@ -51,7 +52,7 @@ def apply(
     if not path.exists():
         hint = "; a benchmark model has no file to put it into" if model in models.NAMES else ""
         raise ModelError(f"{model}: no such file or directory{hint}")
-    if path.suffix == ".json":
+    if is_graph_file(path):
         raise ModelError(f"{model}: a graph file has no devices to set; give TensorFlow's model")
     if path.resolve() == Path(output).resolve():
         raise ModelError(f"{output}: is the model itself; choose another place for the placed one")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from placewright.cli import common
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, SearchError
+from placewright.frontends import is_graph_file
 
 if TYPE_CHECKING:
     from placewright.api import Result
@@ -88,7 +88,7 @@ def choose(
         if budget.seconds is None:  # trials alone are mostly meant for the simulator
             return SIMULATE
         here = cluster.num_devices > 1 and (config.addresses or not why_not_here(cluster))
-        runnable = Path(model).suffix != ".json" and has_tensorflow()
+        runnable = not is_graph_file(model) and has_tensorflow()
         return BOTH if here and runnable else SIMULATE
     if wanted != SIMULATE:
         require_here(cluster, config)

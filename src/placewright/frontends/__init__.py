@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from placewright.frontends.tensorflow.program import Program
 
 KINDS = (
-    ".json (graph file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's "
-    "directory"
+    ".json or .json.gz (graph file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a "
+    "SavedModel's directory"
 )
 
 
@@ -48,7 +48,7 @@ def load(
     """
     if isinstance(source, Graph):
         return source
-    if _is_path(source) and Path(source).suffix == ".json" and Path(source).is_file():
+    if _is_path(source) and is_graph_file(source) and Path(source).is_file():
         _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
         return Graph.load(Path(source))
     return _step(source, scale, batch, dims, signature, fetches).graph()
@@ -67,7 +67,7 @@ def load_program(
 
     Raises `ModelError` for what can be placed but not run: a graph file.
     """
-    if isinstance(source, Graph) or (_is_path(source) and Path(source).suffix == ".json"):
+    if isinstance(source, Graph) or (_is_path(source) and is_graph_file(source)):
         what = f"the graph {source.name!r}" if isinstance(source, Graph) else source
         raise ModelError(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
@@ -77,6 +77,11 @@ def load_program(
     from placewright.frontends.tensorflow.program import make_program
 
     return make_program(step)
+
+
+def is_graph_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file of that name is a graph in our own format, and no model of a framework."""
+    return Path(path).name.endswith((".json", ".json.gz"))
 
 
 def _is_path(source: object) -> TypeGuard[str | os.PathLike[str]]:
