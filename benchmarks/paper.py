@@ -2,6 +2,7 @@
 
     python -m benchmarks.paper               # all of it, some 40 minutes on 2 idle cores
     python -m benchmarks.paper simulated     # or some of its parts, in this order
+    python -m benchmarks.paper simulated --methods auto    # one column of the table anew
 
 - `simulated`: the paper's table, in the simulator at the paper's sizes;
 - `measured`: the same columns with real runs of small models on two CPU devices;
@@ -119,6 +120,9 @@ class Settings:
     clusters: tuple[str, ...] = CLUSTERS
     scale: str = "paper"
     """Of what is simulated. What is measured is small: a CPU core is no K80."""
+    methods: tuple[str, ...] = (*LEARNERS, "auto")
+    """The searches of `simulated`. With some of them left out, what the files hold of those stays,
+    and no note is made of how long the part took."""
     seeds: tuple[int, ...] = (0, 1)
     """Of what is random: two show how much that matters, more would take too long."""
     trials: int = 2000
@@ -205,21 +209,26 @@ def simulated(settings: Settings) -> None:
                         "trials": settings.trials if method in LEARNERS else None,
                         "seconds": None if method in LEARNERS else settings.seconds,
                     }
-                    for method, seed in itertools.product((*LEARNERS, "auto"), settings.seeds)
+                    for method, seed in itertools.product(settings.methods, settings.seeds)
                 ]  # fmt: skip
         for row, curve in side_by_side(search_case, cases, settings.jobs):
             print(*list(row.values())[:-1], flush=True)
             rows.append(row)
             curves += curve
-    names = list(COLUMNS)
-    rows.sort(key=lambda row: (*_case_number(row), names.index(row["method"]), row["seed"]))
-    curves.sort(key=lambda row: (*_case_number(row), row["method"], row["seed"], row["trials"]))
-    merge_csv(settings.folder / "simulated.csv", rows, "model", "cluster")
-    merge_csv(settings.folder / "curves.csv", curves, "model", "cluster")
+    for name, found in (("simulated", rows), ("curves", curves)):
+        path = settings.folder / f"{name}.csv"
+        merged = merge_csv(path, found, "model", "cluster", "method")
+        write_csv(path, sorted(merged, key=_order))
 
 
-def _case_number(row: Row) -> tuple[int, int]:
-    return MODELS.index(row["model"]), CLUSTERS.index(row["cluster"])
+def _order(row: Row) -> tuple[int, ...]:
+    return (
+        MODELS.index(row["model"]),
+        CLUSTERS.index(row["cluster"]),
+        list(COLUMNS).index(row["method"]),
+        int(row["seed"]),
+        int(row["trials"]),
+    )
 
 
 def fixed_rows(problem: Problem, bound: float) -> list[dict[str, Any]]:
@@ -1070,6 +1079,8 @@ def run_part(name: str, settings: Settings) -> None:
     facts = {"part": name, "load": f"{os.getloadavg()[0]:.1f}"}
     began = time.monotonic()
     PARTS[name](settings)
+    if name == "simulated" and settings.methods != Settings.methods:
+        return
     facts |= {
         "seconds": f"{time.monotonic() - began:.1f}",
         "cpu": cpu_name(),
