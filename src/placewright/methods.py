@@ -250,7 +250,10 @@ AUTO = (
     "single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct", "exact",
     "ppo", "local-search",
 )  # fmt: skip
-AUTO_SUMMARY = "every method but random and reinforce, each told what the ones before it found"
+AUTO_SUMMARY = (
+    "every method but random and reinforce, each told what the ones before it found; ppo where "
+    "there is time to learn"
+)
 
 
 def parse(text: str) -> tuple[str, ...]:
