@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from placewright import methods
+from placewright.api import run
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
+from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.placers.base import Placer
 from placewright.problem import Constraints, Problem, make_problem
+from placewright.search import Budget
 from placewright.testing import check_placer, gpu_boards, layered_graph, random_problem
 
 
@@ -83,21 +87,23 @@ def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> No
     methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")
 
 
-def made_by_auto(seconds: float | None, *more: str, **settings: Any) -> Placer:
-    """The `ppo` of `auto` on a graph whose updates take some time."""
+def learner_of(text: str, seconds: float | None, name: str = "ppo", **settings: Any) -> Placer:
+    """That of these methods, on a graph whose updates take some time."""
     problem = make_problem(layered_graph(60, 6), gpu_boards(4))
-    names = methods.parse(",".join(["auto", *more]))
-    return methods.make(names, problem, seconds=seconds, **settings)[names.index("ppo")]
+    names = methods.parse(text)
+    return methods.make(names, problem, seconds=seconds, **settings)[names.index(name)]
 
 
 def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
-    ppo = made_by_auto(0.1, "random")
+    ppo = learner_of("auto,random", 0.1)
     assert ppo.ask(10) == []
-    assert re.fullmatch(
-        r"30 updates of its policy take some \d+ s here, which is too long for its part of 0.1 s; "
-        r"auto has it from some \d+ s on",
+    said = re.fullmatch(
+        r"computing 30 updates of its policy takes some (\S+) s here, longer than its part of the "
+        r"time; auto has it from some (\d+) s on",
         ppo.why_not,
     )
+    assert said
+    assert 0.1 / 3 < float(said[1]) < float(said[2])
     assert not ppo.endless  # what would have been its part is for the others
 
 
@@ -110,16 +116,52 @@ def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
         {"seconds": 0.1, "learner": ["samples=4"]},
         {"seconds": 0.1, "cheap": False},
         {"seconds": 0.1, "noise": 0.1},
-        {"seconds": 0.1, "rounds": True},
     ],
 )
 def test_otherwise_auto_learns(settings: Any) -> None:
-    assert made_by_auto(**settings).endless
+    assert learner_of("auto", **settings).endless
 
 
-def test_a_learner_that_is_asked_for_by_name_takes_part() -> None:
-    (ppo, _) = methods.make(["ppo", "local-search"], random_problem(0), seconds=0.1)
-    assert ppo.endless
+def test_learners_that_are_asked_for_by_name_take_part() -> None:
+    assert learner_of("ppo,local-search", 0.1).endless
+    assert learner_of("auto,ppo", 0.1).endless
+    assert learner_of("ppo,auto", 0.1).endless
+    assert learner_of("auto,reinforce", 0.1, "reinforce").endless
+
+
+def test_a_run_that_has_learned_goes_on_learning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problem = make_problem(layered_graph(12, 3), gpu_boards(2))
+    monkeypatch.setattr(methods, "LEAST_UPDATES", 0)
+    names = ["single", *map(methods.ByAuto, ["ppo", "local-search"])]
+    run(problem, names, Budget(seconds=3.0), directory=tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert before
+    monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
+    result = run(problem, names, Budget(seconds=0.5), directory=tmp_path)
+    assert not next(entry for entry in result.methods if entry.method == "ppo").why_not
+    assert (tmp_path / "metrics.jsonl").read_text().startswith(before.splitlines()[0])
+    # A fresh run of the same time would not begin to.
+    result = run(problem, names, Budget(seconds=0.5), directory=tmp_path / "new")
+    assert "computing" in next(entry for entry in result.methods if entry.method == "ppo").why_not
+
+
+def test_what_one_process_can_compute_is_no_matter_to_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(layered_graph(12, 3), gpu_boards(2))
+    monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
+
+    class Team:
+        """As Ray's is, as far as `run` knows it."""
+
+        evaluator = SimulatedEvaluator(problem)
+
+        def distributed(self, placers: list[Placer]) -> list[Placer]:
+            assert [placer.endless for placer in placers] == [True, True]
+            return placers
+
+    names = [methods.ByAuto("ppo"), methods.ByAuto("local-search")]
+    run(problem, names, Budget(seconds=0.1), team=cast(Any, Team()))
 
 
 LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")

@@ -296,6 +296,9 @@ def run(
     if team is not None:
         evaluator, measured = team.evaluator, not team.evaluator.cheap
     evaluator = evaluator or SimulatedEvaluator(problem)
+    if team is not None or (directory is not None and registry.has_learned(directory)):
+        # What one process can compute in this time says nothing of many, nor of a run that goes on.
+        methods = [str(name) for name in methods]
     chosen = registry.make(
         methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
         learner=learner, policy=policy,

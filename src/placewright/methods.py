@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,9 +64,6 @@ class Settings:
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
     """How much times of the same placement differ (`Evaluator.noise`)."""
-    may_decline: bool = False
-    """Whether nobody asked for this very method, so that it may leave its part of the budget to
-    others where that part is too small to be of use."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
@@ -112,8 +110,15 @@ the estimates are, so few placements are tried until there are better ones."""
 
 
 LEAST_UPDATES = 30
-"""What a learned method must have time for to take part in `auto` where time counts. In the time of
-fewer, on graphs where each takes long, a local search finds more (`benchmarks.placers`)."""
+"""How many updates a policy must be able to compute in its part of the time to take part in `auto`.
+In the time of fewer, on graphs where each takes long, a local search finds more
+(`benchmarks.placers`)."""
+
+
+class ByAuto(str):
+    """A method's name that `auto` stands for: nobody asked for this very method, so that it may
+    leave its part of the time to others where that is too short for it. `str` of it is as if
+    somebody had asked."""
 
 
 def _learned(settings: Settings) -> Placer:
@@ -148,22 +153,26 @@ def _learned(settings: Settings) -> Placer:
         policy=None if settings.policy is None else Policy.load(settings.policy),
         teachers=teachers(settings.problem, seed=settings.seed),
     )
-    if settings.may_decline and settings.seconds is not None and learner.has_choice:
+    # Trials that take seconds or are noisy are too few for a local search to make more of the time.
+    by_time = settings.cheap and not settings.noise and settings.trials is None
+    # Whoever says how to learn wants that.
+    unasked = isinstance(settings.name, ByAuto) and not settings.learner and not settings.policy
+    if by_time and unasked and settings.seconds is not None and learner.has_choice:
         needs = learner.seconds_for(LEAST_UPDATES)
-        budget = needs * (1 + learner.PART) / learner.PART
+        budget = needs / learner.part_beside_local_search
         if settings.seconds < budget:
-            return _declined(settings, needs, budget)
+            declined = OneShot(settings.name, settings.problem, lambda problem: ())
+            declined.why_not = (
+                f"computing {LEAST_UPDATES} updates of its policy takes some {needs:.2g} s here, "
+                f"longer than its part of the time; auto has it from some {math.ceil(budget)} s on"
+            )
+            return declined
     return learner
 
 
-def _declined(settings: Settings, needs: float, budget: float) -> Placer:
-    """Proposes nothing and says why."""
-    placer = OneShot(settings.name, settings.problem, lambda problem: ())
-    placer.why_not = (
-        f"{LEAST_UPDATES} updates of its policy take some {needs:.0f} s here, which is too long "
-        f"for its part of {settings.seconds:g} s; auto has it from some {budget:.0f} s on"
-    )
-    return placer
+def has_learned(directory: str | Path) -> bool:
+    """Whether a learned method has left a checkpoint there."""
+    return any(Path(directory).glob("checkpoint-*"))
 
 
 def check_learner(names: Sequence[str], learner: Sequence[str], policy: str | Path | None) -> None:
@@ -257,13 +266,14 @@ AUTO_SUMMARY = (
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """The methods that `auto` or a list of names separated by commas stands for."""
+    """The methods that `auto` or a list of names separated by commas stands for. Those that are
+    there because of `auto` alone are `ByAuto`."""
     names: list[str] = []
     for name in text.split(","):
         name = name.strip()
         if name == "auto":
             found, missing = installed(AUTO)
-            names += found
+            names += map(ByAuto, found)
             if missing:
                 extras = sorted({METHODS[name].extra for name in missing})
                 logger.warning(
@@ -278,8 +288,9 @@ def parse(text: str) -> tuple[str, ...]:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise SearchError(f"unknown method {name!r}; {hint}")
-    # `auto,scotch` names scotch twice; once is enough.
-    return tuple(dict.fromkeys(names))
+    # `auto,scotch` names scotch twice; once is enough, and asked for it is.
+    asked = {name: name for name in names if not isinstance(name, ByAuto)}
+    return tuple(asked.get(name, name) for name in dict.fromkeys(names))
 
 
 def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -299,19 +310,12 @@ def make(
     policy: str | Path | None = None,
     cheap: bool = True,
     noise: float = 0.0,
-    rounds: bool = False,
 ) -> list[Placer]:
-    """The placers of these names, in order. `rounds`: whether they will go on in further searches,
-    so that the budget is not all they have."""
+    """The placers of these names, in order."""
     if not 0 <= seed < 2**31:  # what all the libraries take
         raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
         learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
-        # Whoever names all of them means `auto`; whoever says how to learn wants that.
-        may_decline=(
-            not rounds and set(installed(AUTO)[0]) <= set(names)
-            and cheap and not noise and trials is None and not learner and policy is None
-        ),
     )  # fmt: skip
     return [METHODS[name].make(replace(settings, name=name)) for name in names]

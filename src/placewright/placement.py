@@ -59,6 +59,7 @@ class Placement:
 
     @functools.cached_property  # a search looks placements up again and again
     def digest(self) -> int:
+        """The devices as one number, the same in every process."""
         return digest(self.devices)
 
     def __eq__(self, other: object) -> bool:

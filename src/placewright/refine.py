@@ -312,8 +312,9 @@ class _Refinement:
 
     def _placers(self, under: Problem, seconds: float) -> list[Placer]:
         """Those that learn go on under the costs as they are now; the others are made anew."""
+        # As if asked for: those that learn go on in later rounds, so this one is not all they have.
         names = [
-            name
+            str(name)
             for name in self.methods
             if name not in self.placers or not self.placers[name].continue_under(under)
         ]
@@ -322,7 +323,6 @@ class _Refinement:
             under,
             seed=self.real.seed + self.real.progress.trials,
             seconds=seconds,
-            rounds=True,
             **self.options,
         )
         self.placers.update(zip(names, made, strict=True))

@@ -168,7 +168,6 @@ def search(
     for placer in placers:
         progress.trials_of[placer.name] = 0
         progress.seconds_of[placer.name] = 0.0
-        progress.why_not_of[placer.name] = "the search was over before its turn"
     earlier_seconds = 0.0
     for trial in journal.trials if journal is not None else ():
         progress.count(trial)
@@ -178,6 +177,9 @@ def search(
         progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)
     progress.resumed = len(told)
+    for name, count in progress.trials_of.items():
+        if not count:
+            progress.why_not_of[name] = "the search was over before its turn"
     # All of them before the first trial: a checkpoint that cannot be used must not cost a search.
     restored = {
         placer.name

@@ -85,8 +85,8 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A graph file (.json, .pb, .pbtxt, .meta), a SavedModel directory, or a benchmark "
-        "model: rnnlm, nmt, inception_v3.",
+        help="A graph file (.json, .json.gz, .pb, .pbtxt, .meta), a SavedModel directory, or a "
+        "benchmark model: rnnlm, nmt, inception_v3.",
         show_default=False,
         autocompletion=complete_models,
     ),

@@ -317,7 +317,7 @@ def _output_directory(output: str | None, resume: str | None, model: str, cluste
                     "or choose another directory"
                 )
         return output
-    base = f"placewright-{Path(model).stem}-{Path(cluster).stem}"
+    base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
     number = 1
     while Path(name := base if number == 1 else f"{base}-{number}").exists():
         number += 1

@@ -39,6 +39,9 @@ FORMAT = "placewright-checkpoint/1"
 _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
 
+_SHARE_BESIDE_LOCAL_SEARCH = 0.5
+"""Of the budget, while the local search has 1: the best by `benchmarks.placers`."""
+
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
 
@@ -125,9 +128,6 @@ class Learner(Placer):
     """A policy that learns from trials. Endless, but where there is nothing to choose."""
 
     endless = True
-    PART = 0.5
-    """Of the budget, as a share of what a local search gets that it leaves its own work to
-    (`benchmarks.placers`)."""
 
     def __init__(
         self,
@@ -235,10 +235,18 @@ class Learner(Placer):
 
     @property
     def share(self) -> float:  # type: ignore[override]
-        return 1.0 if self._successor is None or not self._polishes_exactly else self.PART
+        """Less where a local search comes after it that goes on with its own work."""
+        beside = self._successor is not None and self._polishes_exactly
+        return _SHARE_BESIDE_LOCAL_SEARCH if beside else 1.0
+
+    @property
+    def part_beside_local_search(self) -> float:
+        """Of the budget, where such a local search is the only other endless method."""
+        return _SHARE_BESIDE_LOCAL_SEARCH / (_SHARE_BESIDE_LOCAL_SEARCH + LocalSearch.share)
 
     def seconds_for(self, updates: int) -> float:
-        """About how long the warm start and so many updates take here, without the trials."""
+        """About how long it takes here to compute the warm start and so many updates. The trials of
+        their samples, and polishing, come on top of that."""
         config = self.config
         random = torch.Generator().manual_seed(0)  # its own: what is proposed stays the same
         sampling, stepping = math.inf, math.inf

@@ -63,7 +63,8 @@ class Moves:
     ) -> tuple[str, IndexArray | None]:
         """A kind of change, and the changed placement; None where that changes nothing.
 
-        `overfull` are the devices that ran out of memory, `other` is a placement to learn from.
+        `too_full` is a placement that did not fit and the devices that ran out of memory, `other`
+        one to learn from.
         """
         if not self._weights:
             # The floor keeps kinds alive whose time may come later.

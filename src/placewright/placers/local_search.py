@@ -388,6 +388,7 @@ class LocalSearch(Placer):
             double = any(self._nearly_same(chain.now, other.now) for other in picked)
             (doubles if double else picked).append(chain)
         home.chains = (picked + doubles)[: self._num_chains]
+        home.ranked = []
         self._season = math.ceil(self._season * self.config.growth)
         self._away = _Camp(deque(self._mixed()))
 

@@ -91,8 +91,12 @@ class Simulator:
             self._helpers().submit(self._simulate, placements, next_row, results)
             for _ in range(min(self.threads, len(placements)) - 1)
         ]
-        self._simulate(placements, next_row, results)
-        for helper in helpers:
+        try:
+            self._simulate(placements, next_row, results)
+        finally:
+            # All rows are taken: one that was not begun, as others keep the threads busy, need not.
+            begun = [helper for helper in helpers if not helper.cancel()]
+        for helper in begun:
             helper.result()
         failed_op = np.full(len(placements), -1, dtype=np.int32)
         for row in np.flatnonzero(np.isinf(results.step_seconds)):
