@@ -64,6 +64,8 @@ class Settings:
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
     """How much times of the same placement differ (`Evaluator.noise`)."""
+    unasked: bool = False
+    """Whether it is `auto` alone that brought this method (`ByAuto`)."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
 
@@ -111,8 +113,7 @@ the estimates are, so few placements are tried until there are better ones."""
 
 LEAST_UPDATES = 30
 """How many updates a policy must be able to compute in its part of the time to take part in `auto`.
-In the time of fewer, on graphs where each takes long, a local search finds more
-(`benchmarks.placers`)."""
+Where it takes longer, a local search makes more of that time; chosen with `benchmarks.placers`."""
 
 
 class ByAuto(str):
@@ -156,7 +157,7 @@ def _learned(settings: Settings) -> Placer:
     # Trials that take seconds or are noisy are too few for a local search to make more of the time.
     by_time = settings.cheap and not settings.noise and settings.trials is None
     # Whoever says how to learn wants that.
-    unasked = isinstance(settings.name, ByAuto) and not settings.learner and not settings.policy
+    unasked = settings.unasked and not settings.learner and not settings.policy
     if by_time and unasked and settings.seconds is not None and learner.has_choice:
         needs = learner.seconds_for(LEAST_UPDATES)
         budget = needs / learner.part_beside_local_search
@@ -318,4 +319,7 @@ def make(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
         learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
     )  # fmt: skip
-    return [METHODS[name].make(replace(settings, name=name)) for name in names]
+    return [
+        METHODS[name].make(replace(settings, name=str(name), unasked=isinstance(name, ByAuto)))
+        for name in names
+    ]

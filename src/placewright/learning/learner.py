@@ -40,7 +40,7 @@ _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
 
 _SHARE_BESIDE_LOCAL_SEARCH = 0.5
-"""Of the budget, while the local search has 1: the best by `benchmarks.placers`."""
+"""Of the budget, while the local search has 1; chosen with `benchmarks.placers`."""
 
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
