@@ -160,12 +160,13 @@ def _learned(settings: Settings) -> Placer:
     unasked = settings.unasked and not settings.learner and not settings.policy
     if by_time and unasked and settings.seconds is not None and learner.has_choice:
         needs = learner.seconds_for(LEAST_UPDATES)
-        budget = needs / learner.part_beside_local_search
-        if settings.seconds < budget:
+        part = settings.seconds * learner.part_beside_local_search
+        if part < needs:
+            budget = math.ceil(needs / learner.part_beside_local_search)
             declined = OneShot(settings.name, settings.problem, lambda problem: ())
             declined.why_not = (
-                f"computing {LEAST_UPDATES} updates of its policy takes some {needs:.2g} s here, "
-                f"longer than its part of the time; auto has it from some {math.ceil(budget)} s on"
+                f"left out: {LEAST_UPDATES} updates of its policy alone need some {needs:.2g} s "
+                f"here, its part would be {part:.2g} s; auto has it from some {budget} s on"
             )
             return declined
     return learner

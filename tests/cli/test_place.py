@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,24 @@ def test_interrupt_keeps_the_best_so_far(graph_file: Path, tmp_path: Path) -> No
     assert process.returncode == 130, output
     assert {path.name for path in journal.parent.iterdir()} >= FILES
     assert json.loads((journal.parent / "summary.json").read_text())["interrupted"] is True
+
+
+def test_interrupted_before_anything_was_tried(
+    run: Callable[..., Any], graph_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def at_once() -> Iterator[list[int]]:
+        yield [signal.SIGINT]
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr("placewright.cli.place.stop_on_interrupt", at_once)
+        result = run("place", graph_file, "-c", "k80x4", "-o", "out")
+    assert result.code == 130
+    assert " ".join(result.out.split()) == (
+        "stopped before anything was tried; the same command with --resume out instead of -o "
+        "goes on"
+    )
+    assert run("place", graph_file, "-c", "k80x4", "--resume", "out", "--trials", "20").code == 0
 
 
 def test_compare_gives_one_row_a_method(run: Callable[..., Any], graph_file: Path) -> None:

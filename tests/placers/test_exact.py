@@ -245,7 +245,8 @@ def test_large_problems_are_left_alone() -> None:
     placer = Exact(problem, ExactConfig(max_ops=39))
     assert placer.ask(10) == []
     assert placer.why_not == (
-        "the graph has 40 ops, exact takes up to 39, or up to 20,000 placements"
+        "the graph has 40 ops, exact takes up to 39, or problems with up to 20,000 placements "
+        "within this budget"
     )
     assert not placer.proven
     # Ten layers of 1 s each, or 40 s of work on two devices.

@@ -172,6 +172,9 @@ def place(
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
+    if result.interrupted and not result.trials and not as_json:
+        common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
+        raise typer.Exit(130)
     if as_json:
         common.print_json(result.summary(command))
     else:
@@ -476,6 +479,10 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             common.console.print(f"[dim]{entry['method']}: {common.escaped(reason)}[/dim]")
 
 
+def _how_to_go_on(directory: str) -> str:
+    return f"the same command with --resume {common.escaped(directory)} instead of -o goes on"
+
+
 def _print_answer(result: Result, directory: str) -> None:
     say = common.console.print
     if result.best is None:
@@ -512,5 +519,5 @@ def _print_answer(result: Result, directory: str) -> None:
     else:
         say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
     if result.interrupted:
-        say(f"stopped early; the same command with --resume {folder} instead of -o goes on")
+        say(f"stopped early; {_how_to_go_on(directory)}")
     say(f"the placement is in {folder}/placement.json, its timeline in {folder}/trace.json")

@@ -92,7 +92,8 @@ class Exact(Placer):
         elif problem.graph.num_ops > self.config.max_ops:
             self.why_not = (
                 f"the graph has {problem.graph.num_ops} ops, exact takes up to "
-                f"{self.config.max_ops}, or up to {self.config.max_placements:,} placements"
+                f"{self.config.max_ops}, or problems with up to {self.config.max_placements:,} "
+                "placements within this budget"
             )
             self._rest = iter(())
 
