@@ -89,7 +89,7 @@ def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> No
 
 def learner_of(text: str, seconds: float | None, name: str = "ppo", **settings: Any) -> Placer:
     """That of these methods, on a graph whose updates take some time."""
-    problem = make_problem(layered_graph(60, 6), gpu_boards(4))
+    problem = make_problem(layered_graph(24, 4), gpu_boards(4))
     names = methods.parse(text)
     return methods.make(names, problem, seconds=seconds, **settings)[names.index(name)]
 
