@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
-	@$(BIN)/placewright place inception_v3 --cluster k80x4 --budget 45s \
+	@$(BIN)/placewright place inception_v3 --cluster k80x4 --budget 1m \
 		--output demo-output/$$(date +%Y%m%d-%H%M%S)
 
 # Workers share the numba cache, so kernels are compiled once. Two workers suit two cores; more
