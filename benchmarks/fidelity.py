@@ -27,14 +27,14 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
 from placewright.api import run
+from placewright.backends import load_program
+from placewright.backends.config import RunConfig
+from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster
-from placewright.frontends import load_program
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.runners.config import RunConfig
-from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 
 GROUPS, SETS = "groups", "co-location sets"

@@ -59,17 +59,17 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from benchmarks.placers import found_row, seconds_text
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
+from placewright.backends import load_program
+from placewright.backends.config import RunConfig
+from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
-from placewright.frontends import load_program
 from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem
 from placewright.refine import RefineConfig
 from placewright.report.analysis import loads
-from placewright.runners.config import RunConfig
-from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
@@ -652,7 +652,7 @@ def trained(model: str, answers: Mapping[str, Row], steps: int) -> list[dict[str
 
 def text(program: Any) -> dict[str, Any]:
     """Words as frequent as in a natural text, rare ones rarely: there is something to learn."""
-    from placewright.models.rnnlm import CONFIGS
+    from placewright.backends.tensorflow.models.rnnlm import CONFIGS
 
     (tokens,) = program.inputs
     words = np.random.default_rng(0).zipf(1.3, tokens.shape)

@@ -122,7 +122,7 @@ def _cases(sizes: list[int], models: bool, seed: int) -> Iterator[tuple[str, Pro
             Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs),
         )
     if models:
-        from placewright.frontends import load
+        from placewright.backends import load
 
         for name in MODELS:
             yield name, make_problem(load(name), Cluster.load("k80x4"))

@@ -21,9 +21,9 @@ from typing import Any
 
 import typer
 
-from placewright import cli, frontends, methods
+from placewright import backends, cli, methods
+from placewright.backends.tensorflow.models import NAMES
 from placewright.graph import Graph
-from placewright.models import NAMES
 
 
 def run_python(code: str, where: str, names: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def run_page(page: str, steps: list[dict[str, Any]]) -> None:
 
 def keep_benchmark_models() -> None:
     """Building one takes seconds, and most pages use the same; graphs never change."""
-    load = frontends.load
+    load = backends.load
     kept = functools.cache(load)
 
     def load_once(source: Any, **options: Any) -> Graph:
@@ -108,7 +108,7 @@ def keep_benchmark_models() -> None:
             return kept(source, scale=options.get("scale", "paper"))
         return load(source, **options)
 
-    frontends.load = load_once
+    backends.load = load_once
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ from benchmarks.common import (
     read_csv,
     side_by_side,
 )
+from placewright.backends.config import RunConfig
 from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem
 from placewright.refine import RefineConfig
-from placewright.runners.config import RunConfig
 from placewright.search import Budget
 from placewright.testing import tiny_problems
 
@@ -92,8 +92,8 @@ def test_how_many_runs_an_answer_needed() -> None:
 def test_answers_are_measured_side_by_side() -> None:
     pytest.importorskip("tensorflow")
     pytest.importorskip("torch")
-    from placewright.runners.tensorflow import TensorFlowRunner
-    from tests.runners.towers import towers
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from tests.towers import towers
 
     program = towers()
     problem = make_problem(program.graph, Cluster.load("cpu2"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from placewright.backends.tensorflow.runner import Run
 from placewright.calibration import (
     Calibration,
     Correction,
@@ -31,7 +32,6 @@ from placewright.errors import CostsError
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.runners.tensorflow import Run
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 

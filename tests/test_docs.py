@@ -226,9 +226,9 @@ def test_every_metric_is_explained() -> None:
 def test_every_setting_has_a_meaning() -> None:
     for needed in ("sphinx", "torch"):
         pytest.importorskip(needed)
+    from placewright.backends.config import RunConfig
     from placewright.learning.config import LearnerConfig
     from placewright.learning.policy import PolicyConfig
-    from placewright.runners.config import RunConfig
 
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     assert spec is not None

@@ -15,6 +15,8 @@ import pytest
 from placewright import methods as registry
 from placewright import refine as refining
 from placewright.api import Result, began_with, place
+from placewright.backends.config import RunConfig
+from placewright.backends.tensorflow.runner import Run
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
@@ -29,8 +31,6 @@ from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, Remembering, _Refinement, refine
-from placewright.runners.config import RunConfig
-from placewright.runners.tensorflow import Run
 from placewright.search import Budget, Progress, search
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph

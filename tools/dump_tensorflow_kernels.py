@@ -51,8 +51,9 @@ DEFAULT_OUTPUT = (
     Path(__file__).resolve().parent.parent
     / "src"
     / "placewright"
-    / "frontends"
-    / "tensorflow_gpu_kernels.json"
+    / "backends"
+    / "tensorflow"
+    / "gpu_kernels.json"
 )
 
 

@@ -19,12 +19,12 @@ from placewright._version import VERSION as __version__
 
 if TYPE_CHECKING:
     from placewright.api import Result, place
+    from placewright.backends import load
     from placewright.cluster import Cluster, Device, DeviceKind, Link
     from placewright.costs import Costs, estimate_costs
     from placewright.errors import PlacewrightError
     from placewright.evaluators.base import Evaluator
     from placewright.evaluators.simulated import SimulatedEvaluator
-    from placewright.frontends import load
     from placewright.graph import Edge, Graph, Op, ScopeRule, Tensor
     from placewright.grouping import Grouping
     from placewright.measurement import Measurement, Outcome, Trial
@@ -39,7 +39,7 @@ _HOME = {
     "errors": ("PlacewrightError",),
     "evaluators.base": ("Evaluator",),
     "evaluators.simulated": ("SimulatedEvaluator",),
-    "frontends": ("load",),
+    "backends": ("load",),
     "graph": ("Edge", "Graph", "Op", "ScopeRule", "Tensor"),
     "grouping": ("Grouping",),
     "measurement": ("Measurement", "Outcome", "Trial"),

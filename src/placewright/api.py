@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from placewright import methods as registry
 from placewright._version import VERSION
+from placewright.backends import load
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json, write_json
 from placewright.finals import Comparison
-from placewright.frontends import load
 from placewright.graph import Graph
 from placewright.journal import Journal
 from placewright.measurement import Trial
@@ -145,7 +145,7 @@ class Result:
             devices: TensorFlow's names of the cluster's devices, where they are not `/device:GPU:0`
                 for `gpu:0` and the like.
         """
-        from placewright.frontends.tensorflow.apply import apply_to_object, tensorflow_devices
+        from placewright.backends.tensorflow.apply import apply_to_object, tensorflow_devices
 
         placed = self.placement_by_op()
         used = set(placed.values())

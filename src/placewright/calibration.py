@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placewright import cluster as cluster_format
+from placewright.backends.config import RunConfig
+from placewright.backends.tensorflow.runner import Run, TensorFlowRunner
 from placewright.cluster import Cluster, Link
 from placewright.costs import FORMAT, Costs, Source, estimate_costs
 from placewright.errors import CostsError, WorkerError
@@ -28,8 +30,6 @@ from placewright.graph import FloatArray, Graph, frozen
 from placewright.placement import Placement
 from placewright.placers.heft import heft
 from placewright.problem import Problem
-from placewright.runners.config import RunConfig
-from placewright.runners.tensorflow import Run, TensorFlowRunner
 from placewright.simulator import Simulator
 
 logger = logging.getLogger(__name__)
@@ -225,8 +225,8 @@ def _hop(name: str) -> int:
 
 def _chains() -> Any:
     """For every size a tensor that is handed on from op to op."""
-    from placewright.frontends import load_program
-    from placewright.frontends.tensorflow._tf import tf
+    from placewright.backends import load_program
+    from placewright.backends.tensorflow._tf import tf
 
     graph = tf.Graph()
     with graph.as_default():

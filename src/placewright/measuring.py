@@ -14,6 +14,7 @@ from pathlib import Path
 
 from placewright import methods as registry
 from placewright.api import Result, open_journal
+from placewright.backends.tensorflow.runner import Run
 from placewright.errors import WorkerError
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.finals import Finals, in_rounds
@@ -21,7 +22,6 @@ from placewright.journal import Journal
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.runners.tensorflow import Run
 from placewright.search import Budget, MethodResult, Progress, search
 
 REFERENCES = ("single", "expert")

@@ -19,6 +19,7 @@ import numpy as np
 
 from placewright import methods as registry
 from placewright.api import COSTS_FILE, Result, open_journal
+from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import (
     LINK_BYTES,
     Calibration,
@@ -39,7 +40,6 @@ from placewright.metrics import MetricsLog
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.runners.tensorflow import TensorFlowRunner
 from placewright.search import Budget, Progress, search
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def place_graph(
         seed: as in `placewright.place`.
         constraints: as in `placewright.place`.
     """
-    from placewright.frontends.tensorflow import from_meta_graph
+    from placewright.backends.tensorflow.reading import from_meta_graph
 
     if not hasattr(metagraph, "graph_def"):
         raise ModelError(f"expected a MetaGraphDef, not a {type(metagraph).__name__}")

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from placewright import models
+from placewright.backends import is_graph_file
+from placewright.backends.tensorflow import models
 from placewright.cli import common
 from placewright.errors import ModelError
-from placewright.frontends import is_graph_file
 from placewright.placement import read_ops
 
 
@@ -57,7 +57,7 @@ def apply(
     if path.resolve() == Path(output).resolve():
         raise ModelError(f"{output}: is the model itself; choose another place for the placed one")
     with common.status("starting TensorFlow ..."):
-        from placewright.frontends.tensorflow.apply import apply_to_file, tensorflow_devices
+        from placewright.backends.tensorflow.apply import apply_to_file, tensorflow_devices
     with common.status(f"placing {model} ..."):
         names = tensorflow_devices(sorted(set(ops.values())), given)
         count = apply_to_file(path, {op: names[name] for op, name in ops.items()}, output)

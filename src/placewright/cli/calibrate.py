@@ -70,8 +70,8 @@ def calibrate(
     Example: placewright calibrate rnnlm --scale small --cluster cpu2 -o costs.json --check 20
     """
     from placewright import calibration
-    from placewright.runners.feeds import load_feeds
-    from placewright.runners.tensorflow import TensorFlowRunner
+    from placewright.backends.feeds import load_feeds
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if output is None and not (costs and check):
         raise common.UsageError("give -o FILE for the costs, or --costs FILE --check N")

@@ -22,7 +22,7 @@ from placewright.grouping import each_op, matching_groups
 from placewright.problem import Constraints, Problem, make_problem
 
 if TYPE_CHECKING:
-    from placewright.frontends.tensorflow.program import Program
+    from placewright.backends.tensorflow.program import Program
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -64,7 +64,7 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """For the shell; it adds files by itself."""
-    from placewright.models import NAMES
+    from placewright.backends.tensorflow.models import NAMES
 
     return [name for name in NAMES if name.startswith(incomplete)]
 
@@ -172,7 +172,7 @@ def load_graph(
     signature: str | None,
     fetch: list[str] | None,
 ) -> Graph:
-    from placewright.frontends import load
+    from placewright.backends import load
 
     dims = _dims(dim)
     with status(f"reading {model} ..."):
@@ -190,13 +190,13 @@ def load_program(
     fetch: list[str] | None,
 ) -> Program:
     """The model as something that can be run, not only placed."""
-    from placewright import frontends
-    from placewright.runners.tensorflow import check_tensorflow
+    from placewright import backends
+    from placewright.backends.tensorflow.runner import check_tensorflow
 
     dims = _dims(dim)
     check_tensorflow()
     with status(f"reading {model} ..."):
-        return frontends.load_program(
+        return backends.load_program(
             model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()
         )
 

@@ -14,13 +14,13 @@ import typer
 from placewright.cli import common, evaluation
 
 if TYPE_CHECKING:
+    from placewright.backends.config import RunConfig
+    from placewright.backends.tensorflow.program import Program
     from placewright.cluster import Cluster
     from placewright.distributed.config import TeamConfig
     from placewright.distributed.team import Team
     from placewright.evaluators.base import Evaluator
-    from placewright.frontends.tensorflow.program import Program
     from placewright.problem import Problem
-    from placewright.runners.config import RunConfig
     from placewright.search import Budget
 
 ControllersOption = Annotated[
@@ -134,9 +134,9 @@ def team(
     if config is None:
         yield None
         return
+    from placewright.backends.feeds import load_feeds
     from placewright.distributed.team import assemble
     from placewright.evaluators.simulated import SimulatedEvaluator
-    from placewright.runners.feeds import load_feeds
 
     make: Callable[[], Evaluator]
     if program is None:
@@ -161,8 +161,8 @@ def _devices(cluster: Cluster) -> dict[str, float]:
 
 def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
     """In a worker's process: a runner that lives as long as the worker does."""
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
     from placewright.evaluators.measured import MeasuredEvaluator
-    from placewright.runners.tensorflow import TensorFlowRunner
 
     runner = TensorFlowRunner(program, problem.cluster, real, feeds=feeds)
     runner.start()

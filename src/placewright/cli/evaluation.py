@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from placewright.backends import is_graph_file
 from placewright.cli import common
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, SearchError
-from placewright.frontends import is_graph_file
 
 if TYPE_CHECKING:
     from placewright.api import Result
+    from placewright.backends.config import RunConfig
+    from placewright.backends.tensorflow.program import Program
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
     from placewright.distributed.team import Team
-    from placewright.frontends.tensorflow.program import Program
     from placewright.problem import Problem
-    from placewright.runners.config import RunConfig
-    from placewright.runners.tensorflow import TensorFlowRunner
     from placewright.search import Budget
 
 SIMULATE, MEASURE, BOTH = "simulate", "measure", "simulate+measure"
@@ -51,7 +51,7 @@ def run_config(
     address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any
 ) -> RunConfig:
     """The settings of real runs as the options say."""
-    from placewright.runners.config import RunConfig
+    from placewright.backends.config import RunConfig
 
     addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
     return RunConfig(
@@ -72,8 +72,8 @@ def choose(
     A run that is continued goes on as it began: its journal's times are of one kind.
     """
     from placewright.api import RUN_FILE, began_with
-    from placewright.runners.here import why_not_here
-    from placewright.runners.tensorflow import has_tensorflow
+    from placewright.backends.here import why_not_here
+    from placewright.backends.tensorflow.runner import has_tensorflow
 
     if wanted not in (None, SIMULATE, MEASURE, BOTH):
         raise common.UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
@@ -97,7 +97,7 @@ def choose(
 
 def require_here(cluster: Cluster, config: RunConfig) -> None:
     """Raises when the cluster's devices are neither those of this machine nor have addresses."""
-    from placewright.runners.here import why_not_here
+    from placewright.backends.here import why_not_here
 
     reason = "" if config.addresses else why_not_here(cluster)
     if reason:
@@ -110,10 +110,10 @@ def require_here(cluster: Cluster, config: RunConfig) -> None:
 def affordable(how: str, problem: Problem, budget: Budget) -> str:
     """`how`, or `simulate` where nobody asked for real runs and they would take too long or too
     much memory."""
+    from placewright.backends.config import RunConfig
     from placewright.calibration import everything_on
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.refine import enough_for
-    from placewright.runners.config import RunConfig
 
     singles = [everything_on(problem, device) for device in range(problem.num_devices)]
     measurements = SimulatedEvaluator(problem).evaluate(singles)
@@ -136,8 +136,8 @@ def devices(
     how: str, program: Program | None, cluster: Cluster, config: RunConfig, feeds: str | None
 ) -> Iterator[TensorFlowRunner | None]:
     """The runner, where one is needed, started before the clock of the search is."""
-    from placewright.runners.feeds import load_feeds
-    from placewright.runners.tensorflow import TensorFlowRunner
+    from placewright.backends.feeds import load_feeds
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if how == SIMULATE or program is None:
         if feeds is not None and how == SIMULATE and program is None:

@@ -21,7 +21,7 @@ from placewright.cli.simulate import load_placement
 from placewright.cluster import Cluster, preset_names
 
 if TYPE_CHECKING:
-    from placewright.runners.tensorflow import Run
+    from placewright.backends.tensorflow.runner import Run
 
 
 def add_to(app: typer.Typer) -> None:
@@ -65,8 +65,8 @@ def measure(
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
-    from placewright.runners.feeds import load_feeds
-    from placewright.runners.tensorflow import TensorFlowRunner
+    from placewright.backends.feeds import load_feeds
+    from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if (placement is None) == (device is None):
         raise common.UsageError("give either --placement FILE or --device NAME")
@@ -146,8 +146,8 @@ def devices(as_json: common.JsonOption = False) -> None:
 
     Example: placewright devices
     """
-    from placewright.runners.here import measurable_presets, usable_cores
-    from placewright.runners.tensorflow import has_tensorflow
+    from placewright.backends.here import measurable_presets, usable_cores
+    from placewright.backends.tensorflow.runner import has_tensorflow
 
     local = Cluster.load("local")
     facts: dict[str, Any] = {

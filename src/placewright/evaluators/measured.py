@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from placewright.backends.tensorflow.runner import Run, TensorFlowRunner
 from placewright.errors import PlacementError
 from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.runners.tensorflow import Run, TensorFlowRunner
 from placewright.simulator.engine import why_not
 
 

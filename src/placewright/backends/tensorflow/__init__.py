@@ -1,0 +1,1 @@
+"""Everything that knows TensorFlow: reading models, running them, putting placements into them."""
