@@ -253,5 +253,5 @@ def test_budgets_that_leave_nothing_to_do() -> None:
 def test_a_placer_of_another_problem_is_refused() -> None:
     made = problem()
     other = make_problem(made.graph, Cluster.load("k80x4"))
-    with pytest.raises(PlacementError, match="was made for problem"):
+    with pytest.raises(PlacementError, match="was made for space"):
         search([one(other, "a", [0] * 6)], Summing(made), Budget(trials=1))

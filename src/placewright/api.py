@@ -162,6 +162,7 @@ class Result:
             "cluster": self.problem.cluster.name,
             "devices": list(self.problem.cluster.device_names),
             "memory_bytes": [d.memory_bytes for d in self.problem.cluster.devices],
+            "space": self.problem.space.fingerprint,
             "problem": self.problem.fingerprint,
             "version": VERSION,
             "command": command,
@@ -197,8 +198,7 @@ class Result:
             if self.calibration is not None:
                 self.calibration.save(folder / COSTS_FILE, self.problem.graph)
                 under = self.calibration.problem(self.problem)
-            placement = Placement.of(under, self.best.placement.devices)
-            timeline = Simulator(under).timeline(placement)
+            timeline = Simulator(under).timeline(self.best.placement)
             write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
         write_json(folder / "summary.json", self.summary(command), SearchError)
 
@@ -350,8 +350,18 @@ def open_journal(
     began = began_with(directory)
     if began not in (None, how):
         raise SearchError(f"{directory}: began with {began}; it cannot go on with {how}")
+    described: dict[str, Any] = {"evaluate": how, "version": VERSION}
+    described["space"] = problem.space.fingerprint
+    if how == "simulate":  # under other costs its times would be others
+        described["problem"] = problem.fingerprint
+        simulated = _run_document(Path(directory)).get("problem", problem.fingerprint)
+        if simulated != problem.fingerprint:
+            raise SearchError(
+                f"{directory}: its step times were simulated under problem {simulated}, this is "
+                f"{problem.fingerprint}: other costs, or a cluster of another speed or memory?"
+            )
     # At the beginning, so that also a run that is killed can be looked at and continued.
-    write_json(Path(directory) / RUN_FILE, {"evaluate": how, "version": VERSION}, SearchError)
+    write_json(Path(directory) / RUN_FILE, described, SearchError)
     problem.save(Path(directory) / PROBLEM_FILE)
     with Journal(Path(directory) / "journal.jsonl", problem) as journal:
         yield journal
@@ -362,11 +372,16 @@ def began_with(directory: str | Path) -> How | None:
     path = Path(directory) / RUN_FILE
     if not path.is_file():
         return None
-    document = read_json(path, SearchError, what="run")
-    how = document.get("evaluate") if isinstance(document, dict) else None
+    how = _run_document(Path(directory)).get("evaluate")
     if how not in get_args(How):
         raise SearchError(f"{path}: does not say how the run began; was the file edited?")
     return cast(How, how)
+
+
+def _run_document(folder: Path) -> dict[str, Any]:
+    path = folder / RUN_FILE
+    document = read_json(path, SearchError, what="run") if path.is_file() else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _best_bound(bounds: Sequence[float], best: Trial | None) -> float:
@@ -382,7 +397,9 @@ def check_directory(folder: Path, problem: Problem) -> None:
     if summary.is_file():
         document = read_json(summary, SearchError, what="summary")
         other = document if isinstance(document, dict) else {}
-        if other.get("problem") != problem.fingerprint:
+        # Version 0.1.0 knew nothing of spaces.
+        own = problem.space.fingerprint if "space" in other else problem.fingerprint
+        if other.get("space", other.get("problem")) != own:
             raise SearchError(
                 f"{folder}: holds results for problem {other.get('problem')} "
                 f"({other.get('model')} on {other.get('cluster')}), this one is "

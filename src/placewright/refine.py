@@ -274,10 +274,7 @@ class _Refinement:
 
     def _candidates(self, calibration: Calibration) -> list[tuple[Placement, str]]:
         under = calibration.problem(self.real.problem)
-        known = {
-            Placement.of(under, placement.devices): self.real.pooled(placement)
-            for placement in self.real.samples
-        }
+        known = {placement: self.real.pooled(placement) for placement in self.real.samples}
         simulator = Remembering(under, known)
         seconds = self._simulate_seconds()
         placers = self._placers(under, seconds)
@@ -301,11 +298,10 @@ class _Refinement:
         ordered = sorted(simulator.best, key=simulator.best.__getitem__)
         for placement in ordered:
             devices = placement.devices
-            ours = Placement.of(self.real.problem, devices)
             near = any(np.sum(devices != other.devices) < apart for other, _ in chosen)
-            if ours in self.real.samples or near:
+            if placement in self.real.samples or near:
                 continue
-            chosen.append((ours, simulator.found_by[placement]))
+            chosen.append((placement, simulator.found_by[placement]))
             if len(chosen) == self.config.candidates:
                 break
         return chosen

@@ -234,7 +234,7 @@ def test_directories_that_hold_no_run(
     with pytest.raises(ReportError, match="not a summary"):
         read_run(tmp_path)
     summary = json.loads((run_directory / "summary.json").read_text())
-    (tmp_path / "summary.json").write_text(json.dumps({**summary, "problem": "other"}))
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "space": "other"}))
     with pytest.raises(ReportError, match="two runs mixed"):
         read_run(tmp_path)
     (tmp_path / "summary.json").unlink()

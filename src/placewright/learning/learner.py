@@ -663,7 +663,7 @@ class Learner(Placer):
         described = states[0].described | {
             "policy": self.policy.description(),
             "config": asdict(self.config),
-            "problem": self.problem.fingerprint,
+            "space": self.problem.space.fingerprint,
             "seed": self.seed,
             "steps": self.updater.steps,
             "others": [state.described for state in states[1:]],
@@ -721,11 +721,11 @@ class Learner(Placer):
         if not path.exists():
             return []
         described, tensors = read_tensors(path, FORMAT)
-        if described.get("problem") != self.problem.fingerprint:
-            raise LearningError(
-                f"{path}: checkpoint of problem {described.get('problem')}, this one is "
-                f"{self.problem.fingerprint}"
-            )
+        # Version 0.1.0 knew nothing of spaces.
+        own = self.problem.space.fingerprint if "space" in described else self.problem.fingerprint
+        made_for = described.get("space", described.get("problem"))
+        if made_for != own:
+            raise LearningError(f"{path}: checkpoint of problem {made_for}, this one is {own}")
         if described.get("policy") != _plain(self.policy.description()):
             raise LearningError(
                 f"{path}: checkpoint of a policy of another architecture; resume with the settings "

@@ -99,7 +99,7 @@ def _run(
     if what_if_budget is not None and run.ok and run.best is not None:
         imagined = what_ifs(
             run.under,
-            Placement.of(run.under, run.best.placement.devices),
+            run.best.placement,
             what_if_budget,
             lambda change: observe(f"what if: {change}"),
         )
