@@ -18,7 +18,6 @@ import numpy as np
 from placewright._version import VERSION
 from placewright.errors import MissingExtraError
 from placewright.graph import IntArray
-from placewright.placement import Placement
 from placewright.report import analysis, words
 from placewright.report.run import Run
 from placewright.report.what_if import WhatIf, what_ifs
