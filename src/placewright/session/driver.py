@@ -1,418 +1,397 @@
-"""The main job as two calls: `place` searches and gives a `Result`, which can be saved."""
+"""One driver for every search: references, calibration, search, rounds of measuring, a final."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any
 
+from placewright import backends
 from placewright import methods as registry
-from placewright._version import VERSION
-from placewright.backends import Plan, load, target_backend
+from placewright.backends.base import Array, Program, RunConfig, Runner
+from placewright.budget import Budget
 from placewright.cluster import Cluster
-from placewright.errors import SearchError
+from placewright.distributed.config import TeamConfig
+from placewright.distributed.team import Team, assemble
+from placewright.errors import ClusterError, SearchError
 from placewright.evaluators.base import Evaluator
+from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
-from placewright.files import read_json, write_json
-from placewright.finals import Comparison
-from placewright.graph import Graph
 from placewright.journal import Journal
-from placewright.measurement import Trial
-from placewright.placement import Placement
+from placewright.measurement import Trial, better
+from placewright.placement import Placement, everything_on
+from placewright.placers.base import Placer
 from placewright.problem import Constraints, Problem, make_problem
-from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
-from placewright.simulator import Simulator, lower_bounds
+from placewright.session.config import BOTH, MEASURE, SIMULATE, How, Machine, SearchConfig
+from placewright.session.directory import (
+    JOURNAL_FILE,
+    RUN_FILE,
+    began_with,
+    check_directory,
+    open_journal,
+)
+from placewright.session.metrics import MetricsLog
+from placewright.session.real import RealRuns
+from placewright.session.result import Result
+from placewright.session.rounds import Rounds
+from placewright.session.search import Progress, search
+from placewright.simulator import LowerBounds, lower_bounds
 
-if TYPE_CHECKING:
-    from placewright.calibration import Calibration
-    from placewright.distributed.team import Team
-
-How = Literal["simulate", "measure", "simulate+measure"]
-"""How the placements of a run are tried; the times in its journal are of one kind."""
-
-RUN_FILE = "run.json"
-"""Says how the run began, which a run that is continued has to know."""
-
-PROBLEM_FILE = "problem.json.gz"
-"""The whole problem: some 300 kB for 12,000 ops, a twentieth of the JSON in it."""
-
-COSTS_FILE = "costs.json"
-"""What a run with real devices found out about costs: a costs file with the cluster in it."""
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a search found, and how it compares."""
+class Session:
+    """A search, from what was asked for to what was found. Nothing else drives one.
 
-    problem: Problem
-    best: Trial | None
-    """The fastest placement that ran; None when none did."""
-    methods: tuple[MethodResult, ...]
-    """In the order they ran."""
-    lower_bound_seconds: float
-    """No placement can be faster than this."""
-    seconds: float
-    """How long the search took."""
-    seed: int
-    interrupted: bool = False
-    fault: str = ""
-    """What broke the measuring itself, where that ended the search before its budget did."""
-    measured: bool = False
-    """Whether the times are of real runs. What is proven in the simulator does not hold for those,
-    so that the lower bound is 0."""
-    calibration: Calibration | None = None
-    """What was found out about the costs on the way, where that was."""
-    comparisons: tuple[Comparison, ...] = ()
-    """The answer against the best single device and the expert's placement, measured in turns."""
+    Args:
+        problem: what is placed, where, and what that costs as far as is known.
+        config: what searches, how long, and how placements are tried.
+        machine: what real runs are made with, where there are to be any.
+        runner: the same, started already; it is left running.
+        pool: tries the placements in place of what the session would make, and is left as it is.
+        team: how many processes to search with, on Ray; None for this one.
+        directory: where every trial is recorded. One that holds a run of this problem is continued.
+        observe: called with the progress after every batch.
+        stop: asked again and again; once it says so the search ends with what was found.
+    """
 
-    @property
-    def placement(self) -> Placement:
-        if self.best is None:
-            raise SearchError(self.why_none())
-        return self.best.placement
+    def __init__(
+        self,
+        problem: Problem,
+        config: SearchConfig | None = None,
+        *,
+        machine: Machine | None = None,
+        runner: Runner | None = None,
+        pool: Evaluator | None = None,
+        team: TeamConfig | None = None,
+        directory: str | Path | None = None,
+        observe: Callable[[Progress], None] = lambda progress: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.problem = problem
+        self.config = config or SearchConfig()
+        self.machine = machine
+        self.runner = runner
+        self.pool = pool
+        self.team = team
+        self.directory = None if directory is None else Path(directory)
+        self.observe = observe
+        self.stop = stop
+        self.evaluate = self._how()
+        self._team: Team | None = None
 
-    @property
-    def step_seconds(self) -> float:
-        if self.best is None:
-            raise SearchError(self.why_none())
-        return self.best.measurement.mean_seconds
+    def status(self) -> Mapping[str, float]:
+        """Numbers of the workers to watch while it runs; none without workers."""
+        return {} if self._team is None else self._team.status()
 
-    @property
-    def trials(self) -> int:
-        return sum(result.trials for result in self.methods)
+    def run(self) -> Result:
+        bounds = lower_bounds(self.problem)
+        if bounds.forced_out_of_memory is not None:
+            raise SearchError(bounds.forced_out_of_memory)
+        if self.directory is not None:  # before anything is started
+            check_directory(self.directory, self.problem)
+        with contextlib.ExitStack() as opened:
+            evaluator = self._evaluator(opened)
+            if self.evaluate == SIMULATE:
+                return self._simulated(evaluator, bounds)
+            return self._measured(evaluator)
 
-    @property
-    def best_single(self) -> Trial | None:
-        """The fastest placement with everything on one device, where that was tried and ran."""
-        for result in self.methods:
-            if result.method == "single" and result.best is not None and result.best.measurement.ok:
-                return result.best
-        return None
+    def _journal(self) -> contextlib.AbstractContextManager[Journal | None]:
+        return open_journal(self.directory, self.problem, self.evaluate)
 
-    @property
-    def speed_up(self) -> float | None:
-        """Over the best single device."""
-        single = self.best_single
-        return single.measurement.mean_seconds / self.step_seconds if single and self.best else None
+    # --- how placements are tried ----------------------------------------------------------------
 
-    @property
-    def gap(self) -> float:
-        """By what share the answer could still be improved at most: 0.2 for 20%."""
-        return 1.0 - self.lower_bound_seconds / self.step_seconds
+    def _how(self) -> How:
+        """What is asked for, or how the run began that is continued, or else what fits: real runs
+        where there is a machine and the time for them."""
+        wanted = wanted_in(self.config, self.directory)
+        can = self.machine is not None or self.runner is not None or self.pool is not None
+        if wanted in (MEASURE, BOTH) and not can:
+            raise SearchError(
+                f"evaluate={wanted!r} needs a model that can be run, not only a graph"
+            )
+        if wanted is None:
+            limits, team = self.config.limits, self.team is not None
+            # Trials alone are mostly meant for the simulator, and so are workers.
+            if not can or team or self.pool is not None or limits.seconds is None:
+                return SIMULATE
+            reason = unaffordable(self.problem, limits)
+            if reason:
+                logger.warning("simulated only: %s (evaluate=%r measures anyway)", reason, BOTH)
+                return SIMULATE
+            return BOTH
+        if wanted == BOTH and self.team is not None and self.team.controllers:
+            raise SearchError(
+                f"controllers train on what their workers try; with evaluate={BOTH!r} there can be "
+                "workers only"
+            )
+        return wanted
 
-    @property
-    def table(self) -> list[dict[str, Any]]:
-        """One row for each method, as in `summary.json` and `placewright compare --json`."""
-        return [row(result) | {"main_device": self._main_device(result)} for result in self.methods]
+    def _evaluator(self, opened: contextlib.ExitStack) -> Evaluator:
+        """What tries placements, started before the clock of the search is."""
+        problem = self.problem
+        if self.pool is not None:
+            return self.pool
+        if self.team is not None:
+            make: Callable[[], Evaluator]
+            if self.evaluate == SIMULATE:
+                make = functools.partial(SimulatedEvaluator, problem, threads=1)
+            else:
+                make = functools.partial(_measuring, problem, self.machine)
+            self._team = opened.enter_context(
+                assemble(problem, make, self.team, cheap=self.evaluate == SIMULATE)
+            )
+            return self._team.evaluator
+        if self.evaluate == SIMULATE:
+            return SimulatedEvaluator(problem)
+        if self.runner is None:
+            assert self.machine is not None
+            self.runner = opened.enter_context(_open(problem, self.machine))
+            self.runner.start()
+        return MeasuredEvaluator(problem, self.runner)
 
-    def _main_device(self, result: MethodResult) -> str | None:
-        if result.best is None:
-            return None
-        return self.problem.cluster.device_names[result.best.placement.main_device]
+    def _placers(self, evaluator: Evaluator, limits: Budget) -> list[Placer]:
+        config = self.config
+        unasked = config.chosen.unasked
+        if self._team is not None or (self.directory and registry.has_learned(self.directory)):
+            # What one process can compute in this time says nothing of many, nor of a run that
+            # goes on.
+            unasked = frozenset()
+        placers = registry.make(
+            config.chosen.names, self.problem, seed=config.seed, seconds=limits.seconds,
+            trials=limits.trials, learners=config.learner, policy=config.policy,
+            cheap=evaluator.cheap, noise=evaluator.noise, unasked=unasked,
+        )  # fmt: skip
+        return placers if self._team is None else self._team.distributed(placers)
 
-    def __repr__(self) -> str:
-        step = f"{self.step_seconds:.6g} s" if self.best else "nothing ran"
-        where = f"{self.problem.graph.name} on {self.problem.cluster.name}"
-        return f"<Result: {where}, {step}, {self.trials} trials>"
+    # --- the two kinds of search -----------------------------------------------------------------
 
-    def why_none(self) -> str:
-        reasons = [f"{m.method}: {m.why_not}" for m in self.methods if m.why_not]
-        failed = next((m.best for m in self.methods if m.best is not None), None)
-        if failed is not None:
-            reasons.insert(0, f"for example {failed.measurement.reason}")
-        return f"none of the {self.trials} placements tried ran; {'; '.join(reasons)}"
+    def _simulated(self, evaluator: Evaluator, bounds: LowerBounds) -> Result:
+        placers = self._placers(evaluator, self.config.limits)
+        if evaluator.cheap:
+            # The first evaluation compiles the simulator, which is nobody's search time.
+            evaluator.evaluate([Placement.of(self.problem, self.problem.allowed.argmax(axis=1))])
+        started = time.monotonic()
+        with self._journal() as journal:
+            progress = search(
+                placers, evaluator, self.config.limits, journal=journal, seed=self.config.seed,
+                observe=self.observe, stop=self.stop, directory=self.directory,
+            )  # fmt: skip
+        best: Trial | None = None
+        for result in progress.results():
+            if result.best is not None and result.best.measurement.ok:
+                best = better(best, result.best)
+        # What a placer proved may be better than the general bounds.
+        bound = max(bounds.best, *(placer.notes.lower_bound_seconds for placer in placers))
+        if best is not None:  # proofs and simulation round differently in the last digits
+            bound = min(bound, best.measurement.mean_seconds)
+        return Result(
+            problem=self.problem,
+            best=best,
+            methods=tuple(progress.results()),
+            lower_bound_seconds=bound,
+            seconds=time.monotonic() - started,
+            seed=self.config.seed,
+            interrupted=self.stop(),
+            fault=progress.fault,
+        )
 
-    def placement_by_op(self) -> dict[str, str]:
-        """Op name -> device name of the best placement."""
-        names = self.problem.cluster.device_names
-        devices = self.placement.devices[self.problem.grouping.group_of].tolist()
-        return {
-            op: names[device]
-            for op, device in zip(self.problem.graph.op_names, devices, strict=True)
-        }
+    def _measured(self, evaluator: Evaluator) -> Result:
+        """Real runs, between the references and the final. The budget is for all of it."""
+        with contextlib.ExitStack() as opened:
+            real = RealRuns(
+                self.problem, evaluator, self.config, observe=self.observe, stop=self.stop,
+                journal=opened.enter_context(self._journal()),
+            )  # fmt: skip
+            real.find_references()
+            rounds = None
+            if self.evaluate == BOTH:
+                metrics = None
+                if self.directory is not None:
+                    metrics = opened.enter_context(MetricsLog(self.directory))
+                rounds = Rounds(
+                    real=real, config=self.config, runner=self.runner, directory=self.directory,
+                    metrics=metrics,
+                )  # fmt: skip
+                rounds.prepare()
+            real.measure(real.unmeasured_references())
+            if rounds is None:
+                self._search_real(real)
+            else:
+                rounds.run()
+            real.final()
+            if rounds is not None and real.finals.means:
+                # Those are the times that count: what is drawn of the answer should agree with
+                # them.
+                rounds.correct()
+            return real.result(self.evaluate, rounds and rounds.found())
 
-    def apply(self, target: Any, devices: Mapping[str, str] | None = None) -> Any:
-        """Puts the best placement into a model that the problem was made from.
-
-        Args:
-            target: of TensorFlow, a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of which a copy is
-                returned; or a `tf.function` or ConcreteFunction, for which a new ConcreteFunction
-                is returned that works on the same variables.
-            devices: the framework's names of the cluster's devices, where they are not
-                `/device:GPU:0` for `gpu:0` and the like.
-        """
-        backend = target_backend(target)
-        placed = self.placement_by_op()
-        used = set(placed.values())
-        # A table of the whole cluster is welcome, whatever of it the placement uses.
-        spare = set(self.problem.cluster.device_names) - used
-        given = {name: text for name, text in (devices or {}).items() if name not in spare}
-        names = backend.device_names(sorted(used), given)
-        plan = Plan(device_of={op: names[device] for op, device in placed.items()})
-        return backend.apply(target, plan)
-
-    def summary(self, command: str = "") -> dict[str, Any]:
-        best = self.best.measurement if self.best else None
-        return {
-            "model": self.problem.graph.name,
-            "cluster": self.problem.cluster.name,
-            "devices": list(self.problem.cluster.device_names),
-            "memory_bytes": [d.memory_bytes for d in self.problem.cluster.devices],
-            "space": self.problem.space.fingerprint,
-            "problem": self.problem.fingerprint,
-            "version": VERSION,
-            "command": command,
-            "seed": self.seed,
-            "interrupted": self.interrupted,
-            "fault": self.fault,
-            "measured": self.measured,
-            "outcome": best.outcome.value if best else "no placement ran",
-            "method": self.best.placer if self.best else None,
-            "step_seconds": best.mean_seconds if best else None,
-            "half_width_seconds": best.half_width_seconds if best else None,
-            "peak_bytes": list(best.peak_bytes) if best else None,
-            "lower_bound_seconds": self.lower_bound_seconds,
-            "speed_up_over_single": self.speed_up,
-            "comparisons": [asdict(comparison) for comparison in self.comparisons],
-            "trials": self.trials,
-            "search_seconds": self.seconds,
-            "methods": self.table,
-        }
-
-    def save(self, directory: str | Path, command: str = "") -> None:
-        """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
-        reports are made (the journal is there already when the search was given the directory), and
-        `costs.json` where costs were measured, under which the trace is then drawn."""
-        folder = Path(directory)
-        check_directory(folder, self.problem)
-        _make_directory(folder)
-        if not (folder / PROBLEM_FILE).exists():
-            self.problem.save(folder / PROBLEM_FILE)
-        if self.best is not None:
-            self.best.placement.save(folder / "placement.json", self.problem)
-            under = self.problem
-            if self.calibration is not None:
-                self.calibration.save(folder / COSTS_FILE, self.problem.graph)
-                under = self.calibration.problem(self.problem)
-            timeline = Simulator(under).timeline(self.best.placement)
-            write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
-        write_json(folder / "summary.json", self.summary(command), SearchError)
+    def _search_real(self, real: RealRuns) -> None:
+        limits = real.before_the_final()
+        if limits is None:
+            return
+        placers = self._placers(real.evaluator, limits)
+        found = search(
+            placers, real.evaluator, limits, journal=real, seed=real.seed, observe=self.observe,
+            stop=real.stop, directory=self.directory,
+        )  # fmt: skip
+        real.credit(found)
+        real.favourites = [p for placer in placers for p in placer.notes.favourites]
 
 
-def row(result: MethodResult) -> dict[str, Any]:
-    measurement = result.best.measurement if result.best else None
-    ok = measurement is not None and measurement.ok
-    return {
-        "method": result.method,
-        "step_seconds": measurement.mean_seconds if measurement and ok else None,
-        "outcome": measurement.outcome.value if measurement else "nothing proposed",
-        "peak_bytes": list(measurement.peak_bytes) if measurement else None,
-        "reason": measurement.reason if measurement else result.why_not,
-        "trials": result.trials,
-        "search_seconds": result.seconds,
-    }
+# --- what is asked for, before a model is read -----------------------------------------------------
+
+
+def wanted_in(config: SearchConfig, directory: str | Path | None) -> How | None:
+    """How placements are to be tried: as the config says, or as the run in the directory began; its
+    journal's times are of one kind. None where neither says."""
+    wanted = config.evaluate
+    if directory is None or not (Path(directory) / JOURNAL_FILE).is_file():
+        return wanted
+    began = began_with(directory)
+    if wanted is not None and began not in (None, wanted):
+        raise SearchError(f"{directory}: began with {began}; it cannot go on with {wanted}")
+    if wanted is None and began is None:
+        raise SearchError(f"{directory}: does not say how it began ({RUN_FILE}); give evaluate")
+    return wanted or began
+
+
+def needs_program(
+    source: object,
+    cluster: Cluster,
+    config: SearchConfig,
+    *,
+    run: RunConfig | None = None,
+    team: TeamConfig | None = None,
+    directory: str | Path | None = None,
+) -> bool:
+    """Whether a model has to be read so that it can be run, and not only placed.
+
+    Raises where real runs are asked for on a cluster that is not at hand: reading takes a while.
+    """
+    wanted = wanted_in(config, directory)
+    if wanted is not None:
+        backend = None if wanted == SIMULATE else backends.backend_of(source)
+        reason = "" if backend is None else backend.why_not_here(cluster, run)
+        if reason:
+            raise ClusterError(
+                f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
+                "('placewright devices' shows what can)"
+            )
+        return wanted != SIMULATE
+    if config.limits.seconds is None or team is not None or cluster.num_devices < 2:
+        return False
+    return not backends.why_not_run(source, cluster, run)
+
+
+def unaffordable(problem: Problem, budget: Budget) -> str:
+    """Why real runs, which nobody asked for, would take too long or too much memory; empty when
+    they would not."""
+    singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+    measurements = SimulatedEvaluator(problem).evaluate(singles)
+    fastest = min(measurement.mean_seconds for measurement in measurements)
+    largest = max(sum(measurement.peak_bytes) for measurement in measurements)
+    if not enough_for(budget, fastest, RunConfig.steps):
+        return "the budget gives no time to measure ten placements of this model"
+    # Every device keeps the variables of the placements before.
+    if problem.num_devices * largest > Cluster.load("local").devices[0].memory_bytes / 2:
+        return "the model may not fit this machine's memory"
+    return ""
+
+
+def enough_for(budget: Budget, step_seconds: float, steps: int) -> bool:
+    """Whether a budget is worth measuring with: time for ten placements, at the simulated speed.
+
+    A budget of trials alone says nothing about time: thousands of them take seconds in the
+    simulator and hours on real devices.
+    """
+    if budget.seconds is None:
+        return False
+    return 10 * (1.0 + steps * step_seconds) <= budget.seconds
+
+
+def _open(problem: Problem, machine: Machine) -> Runner:
+    return backends.runner(machine.program, problem.cluster, machine.config, feeds=machine.feeds)
+
+
+def _measuring(problem: Problem, machine: Machine) -> Evaluator:
+    """In a worker's process: a runner that lives as long as the worker does."""
+    runner = _open(problem, machine)
+    runner.start()
+    return MeasuredEvaluator(problem, runner)
+
+
+# --- the call --------------------------------------------------------------------------------------
+
+_OF_SEARCH = frozenset(entry.name for entry in fields(SearchConfig))
+_OF_TEAM = frozenset(entry.name for entry in fields(TeamConfig))
 
 
 def place(
-    graph: Graph | Problem | str | Path,
+    model: object,
     cluster: Cluster | str = "local",
+    config: SearchConfig | None = None,
     *,
-    method: str = "auto",
-    budget: float | str | None = None,
-    trials: int | None = None,
-    seed: int = 0,
     constraints: Constraints | None = None,
     directory: str | Path | None = None,
-    learner: Sequence[str] = (),
-    policy: str | Path | None = None,
+    run: RunConfig | None = None,
+    feeds: Mapping[str, Array] | None = None,
+    team: TeamConfig | None = None,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    **settings: Any,
 ) -> Result:
-    """Searches for a fast placement of a graph on a cluster.
+    """Searches for a fast placement of a model on a cluster.
+
+        place("inception_v3", "k80x4", budget="5m")
+        place(model, "local", evaluate="simulate+measure", budget=600, workers=2)
 
     Args:
-        graph: what to place, or what `load` takes; or a whole `Problem` (`make_problem` makes one
+        model: what to place, or what `load` takes; or a whole `Problem` (`make_problem` makes one
             with a grouping and costs of your own), which brings its cluster and constraints.
         cluster: a `Cluster`, the name of a preset, or a file.
-        method: `auto`, or names of methods separated by commas.
-        budget: seconds, or a text such as `5m`; 60 s when neither this nor `trials` is given.
-        trials: how many placements to try at most.
-        seed: the same seed and number of trials give the same result.
+        config: what searches, how long, and how placements are tried.
         constraints: what to pin, forbid or keep together.
         directory: where to record every trial and save the result. A directory that holds a run of
             the same problem is continued; one of another problem is refused.
-        learner: settings of the learned methods, such as `samples=32`.
-        policy: file of a trained policy (`placewright train`) that they go on from.
+        run: settings of real runs.
+        feeds: inputs of real runs by name; made up when not given.
+        team: how many processes to search with, on Ray; by default this one alone.
+        observe: called with the progress after every batch.
+        settings: fields of `SearchConfig` (`method`, `budget`, `trials`, `seed`, `evaluate`,
+            `learner`, `policy`, ...) or of `TeamConfig` (`workers`, `controllers`, ...), which go
+            before those in `config` and `team`.
     """
-    chosen = registry.parse(method)
-    registry.check_learner(chosen, learner, policy)
-    if isinstance(graph, Problem):
-        problem = graph
+    unknown = sorted(settings.keys() - _OF_SEARCH - _OF_TEAM)
+    if unknown:
+        raise SearchError(
+            f"place() has no setting {unknown[0]!r}; there are "
+            f"{', '.join(sorted(_OF_SEARCH | _OF_TEAM))}"
+        )
+    of_search = {name: value for name, value in settings.items() if name in _OF_SEARCH}
+    of_team = {name: value for name, value in settings.items() if name in _OF_TEAM}
+    config = replace(config or SearchConfig(), **of_search)
+    if of_team:
+        team = replace(team or TeamConfig(), **of_team)
+    machine = None
+    if isinstance(model, Problem):
+        problem = model
     else:
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-        problem = make_problem(load(graph), cluster, constraints=constraints)
-    if budget is None and trials is None:
-        budget = 60.0
-    seconds = parse_duration(budget) if isinstance(budget, str) else budget
-    result = run(
-        problem,
-        chosen,
-        Budget(seconds=seconds, trials=trials),
-        seed=seed,
-        directory=directory,
-        learner=learner,
-        policy=policy,
+        program: Program | None = None
+        if needs_program(model, cluster, config, run=run, team=team, directory=directory):
+            program = backends.load_program(model)
+            machine = Machine(program, run, feeds)
+        graph = backends.load(model) if program is None else program.graph
+        problem = make_problem(graph, cluster, constraints=constraints)
+    session = Session(
+        problem, config, machine=machine, team=team, directory=directory, observe=observe
     )
+    result = session.run()
     if directory is not None:
         result.save(directory)
     return result
-
-
-def run(
-    problem: Problem,
-    methods: Sequence[str],
-    budget: Budget,
-    *,
-    seed: int = 0,
-    directory: str | Path | None = None,
-    learner: Sequence[str] = (),
-    policy: str | Path | None = None,
-    observe: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
-    evaluator: Evaluator | None = None,
-    team: Team | None = None,
-) -> Result:
-    """Runs the methods one after another and gathers what they found.
-
-    `evaluator` is what the placements are tried on: the simulator unless another one is given, or
-    a `team`, which also trains the learned methods where one process is not enough.
-    """
-    bounds = lower_bounds(problem)
-    if bounds.forced_out_of_memory is not None:
-        raise SearchError(bounds.forced_out_of_memory)
-    measured = evaluator is not None
-    if team is not None:
-        evaluator, measured = team.evaluator, not team.evaluator.cheap
-    evaluator = evaluator or SimulatedEvaluator(problem)
-    if team is not None or (directory is not None and registry.has_learned(directory)):
-        # What one process can compute in this time says nothing of many, nor of a run that goes on.
-        methods = [str(name) for name in methods]
-    chosen = registry.make(
-        methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
-        learner=learner, policy=policy,
-        cheap=evaluator.cheap, noise=evaluator.noise,
-    )  # fmt: skip
-    if team is not None:
-        chosen = team.distributed(chosen)
-    if evaluator.cheap:
-        # The first evaluation compiles the simulator, which is nobody's search time.
-        evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
-    started = time.monotonic()
-    with open_journal(directory, problem, "measure" if measured else "simulate") as journal:
-        progress = search(
-            chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
-            directory=directory,
-        )  # fmt: skip
-    best = None
-    for result in progress.results():
-        if result.best is not None and result.best.measurement.ok:
-            best = better(best, result.best)
-    return Result(
-        problem=problem,
-        best=best,
-        methods=tuple(progress.results()),
-        lower_bound_seconds=0.0
-        if measured
-        else _best_bound([bounds.best, *(p.lower_bound_seconds for p in chosen)], best),
-        seconds=time.monotonic() - started,
-        seed=seed,
-        interrupted=stop(),
-        fault=progress.fault,
-        measured=measured,
-    )
-
-
-@contextlib.contextmanager
-def open_journal(
-    directory: str | Path | None, problem: Problem, how: How
-) -> Iterator[Journal | None]:
-    """The journal of a directory, which is made if need be; none without a directory.
-
-    Raises for a run that began in another way.
-    """
-    if directory is None:
-        yield None
-        return
-    check_directory(Path(directory), problem)
-    _make_directory(Path(directory))
-    began = began_with(directory)
-    if began not in (None, how):
-        raise SearchError(f"{directory}: began with {began}; it cannot go on with {how}")
-    described: dict[str, Any] = {"evaluate": how, "version": VERSION}
-    described["space"] = problem.space.fingerprint
-    if how == "simulate":  # under other costs its times would be others
-        described["problem"] = problem.fingerprint
-        simulated = _run_document(Path(directory)).get("problem", problem.fingerprint)
-        if simulated != problem.fingerprint:
-            raise SearchError(
-                f"{directory}: its step times were simulated under problem {simulated}, this is "
-                f"{problem.fingerprint}: other costs, or a cluster of another speed or memory?"
-            )
-    # At the beginning, so that also a run that is killed can be looked at and continued.
-    write_json(Path(directory) / RUN_FILE, described, SearchError)
-    problem.save(Path(directory) / PROBLEM_FILE)
-    with Journal(Path(directory) / "journal.jsonl", problem) as journal:
-        yield journal
-
-
-def began_with(directory: str | Path) -> How | None:
-    """How the placements of the run in a directory are tried; None where there is none."""
-    path = Path(directory) / RUN_FILE
-    if not path.is_file():
-        return None
-    how = _run_document(Path(directory)).get("evaluate")
-    if how not in get_args(How):
-        raise SearchError(f"{path}: does not say how the run began; was the file edited?")
-    return cast(How, how)
-
-
-def _run_document(folder: Path) -> dict[str, Any]:
-    path = folder / RUN_FILE
-    document = read_json(path, SearchError, what="run") if path.is_file() else {}
-    return document if isinstance(document, dict) else {}
-
-
-def _best_bound(bounds: Sequence[float], best: Trial | None) -> float:
-    """What a placer proved may be better than the general bounds."""
-    bound = max(bounds)
-    # Proofs and simulation round differently in the last digits.
-    return bound if best is None else min(bound, best.measurement.mean_seconds)
-
-
-def check_directory(folder: Path, problem: Problem) -> None:
-    """Raises when the directory holds results of another problem, which would be overwritten."""
-    summary = folder / "summary.json"
-    if summary.is_file():
-        document = read_json(summary, SearchError, what="summary")
-        other = document if isinstance(document, dict) else {}
-        # Version 0.1.0 knew nothing of spaces.
-        own = problem.space.fingerprint if "space" in other else problem.fingerprint
-        if other.get("space", other.get("problem")) != own:
-            raise SearchError(
-                f"{folder}: holds results for problem {other.get('problem')} "
-                f"({other.get('model')} on {other.get('cluster')}), this one is "
-                f"{problem.fingerprint} ({problem.graph.name} on {problem.cluster.name})"
-            )
-    elif (folder / "placement.json").exists():
-        raise SearchError(f"{folder}: holds a placement.json of something else")
-
-
-def _make_directory(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise SearchError(f"{folder}: cannot be made a directory: {fault.strerror}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise SearchError(f"{folder}: is not writable")

@@ -1,29 +1,26 @@
-"""The loop: ask a placer, evaluate, tell it what came of it, until the budget is used."""
+"""The loop: ask a placer, have it tried, tell it what came of it, until the budget is used."""
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from placewright.errors import PlacementError, SearchError, WorkerError
-from placewright.evaluators.base import Evaluator
-from placewright.measurement import Measurement, Trial
-from placewright.metrics import MetricsLog
+from placewright.budget import BATCH, Budget
+from placewright.errors import WorkerError
+from placewright.evaluators.base import Evaluator, Request
+from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
-from placewright.placers.base import Explorer, Placer
+from placewright.placers.base import Placer
+from placewright.session.metrics import MetricsLog
 
-BATCH = 64
-"""Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
-
-_DEAR_BATCH = 1
-"""The same where each takes seconds: every one is recorded before the next begins, so that nothing
-that was paid for is lost, and the budget is looked at in between."""
+_EACH = 4
+"""Placements asked for at a time for each that are tried at the same time, where each takes long:
+who is quick need not wait for who is slow. Where only one is tried at a time it is recorded before
+the next begins, so that nothing that was paid for is lost."""
 
 _MOST_IDLE = 100 * BATCH
 """After so many proposals that were all tried before (and twice as many as the journal of a resumed
@@ -40,29 +37,8 @@ _MOST_REMEMBERED = 100_000
 """Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
 memory of a long search."""
 
-
-def parse_duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m` or `1h`."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)(ms|s|m|h)?\s*", text)
-    if not match:
-        raise SearchError(f"{text!r} is not a time such as 90s, 5m or 1h")
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}[match[2]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """When to stop: after some time, after some trials, or whichever comes first."""
-
-    seconds: float | None = None
-    trials: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.seconds is None and self.trials is None:
-            raise SearchError("a search needs a budget: seconds, trials or both")
-        if self.seconds is not None and not self.seconds > 0:
-            raise SearchError(f"a budget of {self.seconds:g} seconds leaves no time to search")
-        if self.trials is not None and self.trials < 1:
-            raise SearchError(f"a budget of {self.trials} trials leaves nothing to try")
+_POLL_SECONDS = 0.02
+"""How long to wait for answers before a placer that computes elsewhere is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +91,15 @@ class Progress:
             for name in self.trials_of
         ]
 
+    def expect(self, name: str) -> None:
+        """Makes room for a method that has no trials yet."""
+        self.trials_of.setdefault(name, 0)
+        self.seconds_of.setdefault(name, 0.0)
+
     def count(self, trial: Trial) -> None:
+        self.expect(trial.placer)
         self.trials += 1
-        self.trials_of[trial.placer] = self.trials_of.get(trial.placer, 0) + 1
-        self.seconds_of.setdefault(trial.placer, 0.0)
+        self.trials_of[trial.placer] += 1
         self.best = better(self.best, trial)
         self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
 
@@ -131,11 +112,6 @@ class Record(Protocol):
         """Those of before the search."""
 
     def append(self, trials: Sequence[Trial]) -> None: ...
-
-
-def better(a: Trial | None, b: Trial) -> Trial:
-    """The faster trial; of equals, and of two that failed, the earlier one."""
-    return b if a is None or b.measurement.mean_seconds < a.measurement.mean_seconds else a
 
 
 def search(
@@ -161,139 +137,246 @@ def search(
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
     """
-    directory = None if directory is None else Path(directory)
-    known: dict[Placement, Measurement] = {}
-    told: list[Trial] = []
-    progress = Progress(budget=budget, started=time.monotonic())
-    for placer in placers:
-        progress.trials_of[placer.name] = 0
-        progress.seconds_of[placer.name] = 0.0
-    earlier_seconds = 0.0
-    for trial in journal.trials if journal is not None else ():
-        progress.count(trial)
-        # The first one: that is what its placer was told.
-        known.setdefault(trial.placement, trial.measurement)
-        told.append(trial)
-        progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
-        earlier_seconds = max(earlier_seconds, trial.at_seconds)
-    progress.resumed = len(told)
-    for name, count in progress.trials_of.items():
-        if not count:
-            progress.why_not_of[name] = "the search was over before its turn"
-    # All of them before the first trial: a checkpoint that cannot be used must not cost a search.
-    restored = {
-        placer.name
-        for placer in placers
-        if told and directory is not None and placer.restore(directory, told)
-    }
-    metrics = None if directory is None else MetricsLog(directory, keep=restored)
-    for number, placer in enumerate(placers):
-        placer.before(placers[number + 1 :])
-    since: list[Trial] = []
-    most_idle = _MOST_IDLE + 2 * len(told)
-    batch = BATCH if evaluator.cheap else _DEAR_BATCH * evaluator.at_a_time
+    folder = None if directory is None else Path(directory)
+    loop = _Search(placers, evaluator, budget, journal, folder, seed, observe, stop)
+    try:
+        return loop.run()
+    finally:
+        if loop.metrics is not None:
+            loop.metrics.close()
 
-    def out_of_budget() -> bool:
-        spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
-        used = budget.trials is not None and progress.trials >= budget.trials
-        return spent or used or bool(progress.fault) or stop()
 
-    for number, placer in enumerate(placers):
-        if out_of_budget():
-            break
-        # Endless placers share what is left; the others end by themselves.
+class _Search:
+    """What the turns of the placers have in common."""
+
+    def __init__(
+        self,
+        placers: Sequence[Placer],
+        evaluator: Evaluator,
+        budget: Budget,
+        journal: Record | None,
+        folder: Path | None,
+        seed: int,
+        observe: Callable[[Progress], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        self.placers = placers
+        self.evaluator = evaluator
+        self.budget = budget
+        self.journal = journal
+        self.folder = folder
+        self.seed = seed
+        self.observe = observe
+        self.stop = stop
+        self.progress = progress = Progress(budget=budget, started=time.monotonic())
+        for placer in placers:
+            progress.expect(placer.name)
+        self.known: dict[Placement, Measurement] = {}
+        self.told: list[Trial] = []
+        self.earlier_seconds = 0.0
+        for trial in journal.trials if journal is not None else ():
+            progress.count(trial)
+            # The first one: that is what its placer was told.
+            self.known.setdefault(trial.placement, trial.measurement)
+            self.told.append(trial)
+            took = max(0.0, trial.at_seconds - self.earlier_seconds)
+            progress.seconds_of[trial.placer] += took
+            self.earlier_seconds = max(self.earlier_seconds, trial.at_seconds)
+        progress.resumed = len(self.told)
+        for name, count in progress.trials_of.items():
+            if not count:
+                progress.why_not_of[name] = "the search was over before its turn"
+        # All of them before the first trial: a checkpoint that cannot be used costs no search.
+        self.restored = {
+            placer.name
+            for placer in placers
+            if self.told and folder is not None and placer.restore(folder, self.told)
+        }
+        self.metrics = None if folder is None else MetricsLog(folder, keep=self.restored)
+        self.since: list[Trial] = []
+        self.batch = BATCH
+        if not evaluator.cheap:
+            self.batch = _EACH * evaluator.parallel if evaluator.parallel > 1 else 1
+
+    def run(self) -> Progress:
+        for number, placer in enumerate(self.placers):
+            if self.is_over(math.inf, math.inf):
+                break
+            last = number + 1 == len(self.placers)
+            _Turn(self, placer, *self._part(number, placer), last=last).run()
+        return self.progress
+
+    def is_over(self, until_seconds: float, until_trials: float) -> bool:
+        progress, budget = self.progress, self.budget
+        if budget.seconds is not None:
+            until_seconds = min(until_seconds, budget.seconds)
+        if budget.trials is not None:
+            until_trials = min(until_trials, budget.trials)
+        return (
+            bool(progress.fault)
+            or self.stop()
+            or progress.elapsed_seconds >= until_seconds
+            or progress.trials >= until_trials
+        )
+
+    def _part(self, number: int, placer: Placer) -> tuple[float, float]:
+        """Until when, and until how many trials in all, it is this placer's turn. Endless ones
+        share what is left; the others end by themselves."""
+        progress, budget = self.progress, self.budget
         part = 1.0
         if placer.endless:
-            part = placer.share / sum(other.share for other in placers[number:] if other.endless)
+            others = self.placers[number:]
+            part = placer.share / sum(other.share for other in others if other.endless)
         until_seconds = until_trials = math.inf
         if budget.seconds is not None:
             elapsed = progress.elapsed_seconds
             until_seconds = elapsed + (budget.seconds - elapsed) * part
         if budget.trials is not None:
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) * part)
-        idle = 0
+        return until_seconds, until_trials
+
+    def keep(self, trials: Sequence[Trial], *, last: bool) -> None:
+        """Records new trials, also for the placers that come after this one."""
+        if self.journal is not None and trials:
+            self.journal.append(trials)
+        for trial in trials:
+            self.progress.count(trial)
+        if not last:
+            self.since += trials
+            if len(self.since) > 2 * _MOST_TOLD:
+                self.since.sort(key=lambda trial: trial.measurement.mean_seconds)
+                del self.since[_MOST_TOLD:]
+        while len(self.known) > _MOST_REMEMBERED:
+            del self.known[next(iter(self.known))]
+
+
+class _Turn:
+    """One placer's part of a search.
+
+    What a placer asks for is told together, in the order it asked, once all of it is tried: what it
+    proposes then does not depend on who was quick. One that is `waiting` computes elsewhere; it is
+    told as answers come and asked again meanwhile.
+    """
+
+    def __init__(
+        self, all_: _Search, placer: Placer, until_seconds: float, until_trials: float, *, last: bool
+    ) -> None:
+        self.all = all_
+        self.placer = placer
+        self.until = until_seconds, until_trials
+        self.last = last
+        self.asked: list[Placement] = []
+        """What it was not told of yet."""
+        self.trying: dict[Placement, None] = {}
+        """Those of them that nobody had tried before."""
+        self.idle = 0
+        self.checkpointed = time.monotonic()
+
+    def run(self) -> None:
+        every, placer = self.all, self.placer
+        progress = every.progress
         progress.placer = placer.name
-        if told and placer.name not in restored:
-            placer.tell(told)
-        if since:
-            placer.tell(since)
-        checkpointed = time.monotonic()
-        while not (
-            stop()
-            or progress.elapsed_seconds >= until_seconds
-            or progress.trials >= until_trials
-            or idle >= most_idle
-        ):
-            batch_started = time.monotonic()
-            explored = []
-            try:
-                if isinstance(placer, Explorer):
-                    explored = placer.explore(until_trials - progress.trials)
-                    asked = [placement for placement, _ in explored]
-                else:
-                    asked = placer.ask(int(min(batch, until_trials - progress.trials)))
-                if not asked:
-                    progress.seconds_of[placer.name] += time.monotonic() - batch_started
-                    if isinstance(placer, Explorer) and not placer.finished:
-                        observe(progress)
-                        continue
-                    break
-                for placement in asked:
-                    placement.check(evaluator.problem)
-                new = [p for p in dict.fromkeys(asked) if p not in known]
-                idle = 0 if new else idle + len(asked)
-                known.update(explored)
-                measurements = [known[p] for p in new] if explored else evaluator.evaluate(new)
-            except WorkerError as fault:
-                if not progress.trials:
-                    raise
-                progress.fault = str(fault)
+        if every.told and placer.name not in every.restored:
+            placer.tell(every.told)
+        if every.since:
+            placer.tell(every.since)
+        most_idle = _MOST_IDLE + 2 * len(every.told)
+        while not every.is_over(*self.until) and self.idle < most_idle:
+            began = time.monotonic()
+            going_on = self._step()
+            progress.seconds_of[placer.name] += time.monotonic() - began
+            if not going_on:
                 break
-            if len(measurements) != len(new):
-                raise PlacementError("the evaluator gave fewer measurements than placements")
-            as_trial = functools.partial(
-                Trial,
-                placer=placer.name,
-                seed=seed,
-                at_seconds=earlier_seconds + progress.elapsed_seconds,
-            )
-            # What it asked for but others had tried is told as its own: that is what it proposed.
-            known.update(zip(new, measurements, strict=True))
-            answers = [
-                as_trial(placement=placement, measurement=known[placement]) for placement in asked
-            ]
-            trials = answers
-            if len(new) < len(asked):
-                trial_of = {answer.placement: answer for answer in reversed(answers)}
-                trials = [trial_of[placement] for placement in new]
-            while len(known) > _MOST_REMEMBERED:
-                del known[next(iter(known))]
-            if journal is not None and trials:
-                journal.append(trials)
-            for trial in trials:
-                progress.count(trial)
-            if number + 1 < len(placers):  # for those that come after
-                since += trials
-                if len(since) > 2 * _MOST_TOLD:
-                    since.sort(key=lambda trial: trial.measurement.mean_seconds)
-                    del since[_MOST_TOLD:]
+            every.observe(progress)
+        if self.trying:
+            every.evaluator.drop()
+        if every.folder is not None:
+            placer.checkpoint(every.folder)
+        progress.why_not_of[placer.name] = placer.notes.why_not
+
+    def _step(self) -> bool:
+        """Asks and tells once; False when the placer is at its end."""
+        every, placer = self.all, self.placer
+        try:
+            if not self._ask():
+                return False
+            self._try()
+        except WorkerError as fault:
+            # Where nothing was ever tried, that is no result but an error.
+            if not every.progress.trials and not any(p in every.known for p in self.trying):
+                raise
+            every.progress.fault = str(fault)
+        answers, new = self._answers()
+        every.keep(new, last=self.last)
+        if answers:
+            best_of = every.progress.best_of
             for answer in answers:
-                progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
+                best_of[placer.name] = better(best_of.get(placer.name), answer)
             placer.tell(answers)
-            for record in placer.take_metrics():
-                progress.metrics_of[placer.name] = record
-                if metrics is not None:
-                    metrics.append(placer.name, progress.trials, answers[-1].at_seconds, record)
-            due = time.monotonic() - checkpointed >= _CHECKPOINT_SECONDS
-            if directory is not None and due and placer.checkpoint(directory):
-                checkpointed = time.monotonic()
-            progress.seconds_of[placer.name] += time.monotonic() - batch_started
-            observe(progress)
-        if directory is not None:
-            placer.checkpoint(directory)
-        if isinstance(placer, Explorer):
-            placer.close()
-        progress.why_not_of[placer.name] = placer.why_not
-    if metrics is not None:
-        metrics.close()
-    return progress
+        self._watch()
+        return True
+
+    def _ask(self) -> bool:
+        """Hands in what the placer wants tried; False when it wants nothing any more."""
+        every, placer = self.all, self.placer
+        room = self.until[1] - every.progress.trials - len(self.trying)
+        asked = placer.ask(int(min(every.batch, room))) if room > 0 else []
+        if not asked:
+            return bool(self.asked) or placer.waiting
+        for placement in asked:
+            placement.check(every.evaluator.problem)
+        new = [p for p in dict.fromkeys(asked) if p not in every.known and p not in self.trying]
+        self.idle = 0 if new else self.idle + len(asked)
+        self.asked += asked
+        self.trying.update(dict.fromkeys(new))
+        every.evaluator.submit([Request(placement) for placement in new])
+        return True
+
+    def _try(self) -> None:
+        every = self.all
+        missing = sum(placement not in every.known for placement in self.trying)
+        while missing:
+            waiting = self.placer.waiting
+            for placement, run in every.evaluator.collect(_POLL_SECONDS if waiting else 1.0):
+                if placement in self.trying and placement not in every.known:
+                    every.known[placement] = run.measurement
+                    missing -= 1
+            if waiting or every.stop():
+                return
+
+    def _answers(self) -> tuple[list[Trial], list[Trial]]:
+        """To what it asked for, as far as there are any, and those that are trials of its own. What
+        others had tried is told as if it had been: that is what it proposed."""
+        every = self.all
+        at_seconds = every.earlier_seconds + every.progress.elapsed_seconds
+        ready = [placement for placement in self.asked if placement in every.known]
+        answers = [
+            Trial(
+                placement=placement, measurement=every.known[placement], placer=self.placer.name,
+                seed=every.seed, at_seconds=at_seconds,
+            )
+            for placement in ready
+        ]  # fmt: skip
+        if len(ready) == len(self.asked) == len(self.trying):  # all of them new, and none twice
+            self.asked, self.trying = [], {}
+            return answers, answers
+        self.asked = [placement for placement in self.asked if placement not in every.known]
+        first = {answer.placement: answer for answer in reversed(answers)}
+        own = [p for p in dict.fromkeys(ready) if p in self.trying]
+        for placement in own:
+            del self.trying[placement]
+        return answers, [first[placement] for placement in own]
+
+    def _watch(self) -> None:
+        """Takes out what there is to see of learning, and gives occasion for a checkpoint."""
+        every, placer = self.all, self.placer
+        progress, metrics = every.progress, placer.notes.metrics
+        seconds = every.earlier_seconds + progress.elapsed_seconds
+        for record in metrics:
+            progress.metrics_of[placer.name] = record
+            if every.metrics is not None:
+                every.metrics.append(placer.name, progress.trials, seconds, record)
+        metrics.clear()
+        due = time.monotonic() - self.checkpointed >= _CHECKPOINT_SECONDS
+        if every.folder is not None and due and placer.checkpoint(every.folder):
+            self.checkpointed = time.monotonic()
