@@ -34,7 +34,7 @@ from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget
+from placewright.budget import Budget
 
 GROUPS, SETS = "groups", "co-location sets"
 """Kinds of random and contiguous placements: of what."""

@@ -54,7 +54,7 @@ from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.search import Budget
+from placewright.budget import Budget
 
 RESULTS = ALL_RESULTS / "learning"
 

@@ -69,7 +69,7 @@ from placewright.placers.single_device import single_device
 from placewright.problem import Problem
 from placewright.refine import RefineConfig
 from placewright.report.analysis import loads
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
 

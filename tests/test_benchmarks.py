@@ -24,7 +24,7 @@ from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem
 from placewright.refine import RefineConfig
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.testing import tiny_problems
 
 # --- what they have in common --------------------------------------------------------------------

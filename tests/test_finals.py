@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from placewright.cluster import Cluster
-from placewright.finals import in_rounds
+from placewright.session.finals import in_rounds
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import make_problem

@@ -22,7 +22,7 @@ from placewright.measuring import FinalConfig, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
 from placewright.refine import RefineConfig, Remembering, enough_for, refine
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.simulator import Simulator
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # the fixture of the command line

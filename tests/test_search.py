@@ -14,7 +14,8 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget, Progress, search
+from placewright.budget import Budget
+from placewright.session.search import Progress, search
 
 
 def problem() -> Problem:

@@ -231,6 +231,11 @@ class Problem:
         """[G, D] where a group may go: its ops have kernels there and the user does not object."""
         return self.space.allowed
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one placement."""
+        return bool((self.allowed.sum(axis=1) > 1).any())
+
     @cached_property
     def group_resident_bytes(self) -> IntArray:
         """[G] memory of the variables and optimizer state of each group."""

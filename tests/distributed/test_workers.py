@@ -18,7 +18,8 @@ from placewright.measurement import Outcome
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem
-from placewright.search import Budget, search
+from placewright.budget import Budget
+from placewright.session.search import search
 from placewright.testing import check_evaluator, tiny_problems
 from tests.distributed.helpers import Busiest, calls, wide
 

@@ -11,7 +11,7 @@ import pytest
 
 from placewright import Cluster, Problem, make_problem, place
 from placewright.report import write_report
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.testing import layered_graph
 from tests.report.conftest import EVIL
 

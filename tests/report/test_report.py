@@ -16,7 +16,7 @@ from placewright.graph import frozen
 from placewright.report import analysis, explain, read_run, write_report
 from placewright.report.what_if import what_ifs
 from placewright.report.words import answer, basis
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph, random_problem
 from tests.report.conftest import EVIL

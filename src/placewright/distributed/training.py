@@ -223,8 +223,8 @@ class DistributedLearner(Placer):
         self._trying: set[Placement] = set()
         self._best: list[Trial] = []
         self._updates = 0
-        self._opening: list[Placement] | None = []
-        """What the teachers proposed last; None when the controllers have taken over."""
+        self._begun = False
+        """Whether the controllers have taken over from the teachers."""
         self._ended: deque[float] = deque(maxlen=_RATE_TRIALS)
         self._staleness = 0.0
         self.restarts = 0
@@ -233,37 +233,31 @@ class DistributedLearner(Placer):
 
     @property
     def waiting(self) -> bool:  # type: ignore[override]
-        """Whether there may be something to propose once a controller or a worker has answered."""
-        return self._opening is not None or not all(seat.done for seat in self._seats)
+        """Whether there may be something to propose once a controller has answered."""
+        return self._begun and not all(seat.done for seat in self._seats)
 
     def ask(self, count: int) -> list[Placement]:
         """What the teachers, or since then the controllers, want tried by now."""
-        if self._opening is not None:
-            asked = self._open(count)
-            if asked or self._opening is not None:
-                return self._sent(asked)
+        if not self._begun:
+            asked = self._learner.opening(count)
+            if asked:
+                return asked
+            self._begin()
         self._listen()
-        return self._sent(self._next(count))
-
-    def _sent(self, asked: list[Placement]) -> list[Placement]:
-        self._trying.update(asked)
-        return asked
+        return self._next(count)
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        others = []
+        if not self._begun:
+            self._learner.tell(trials)
         for trial in trials:
             placement = trial.placement
+            if placement not in self._known:
+                self._know(trial)
             if placement in self._trying:
                 self._trying.discard(placement)
                 self._ended.append(time.monotonic())
-                self._know(trial)
-                for seat in self._seats:
-                    seat.answers[placement] = trial.measurement
-            elif placement not in self._known:
-                self._know(trial)
-                others.append(trial)
-        if others and self._server is None:
-            self._learner.tell(others)
+            for seat in self._seats:
+                seat.answers[placement] = trial.measurement
 
     def close(self) -> None:
         for seat in self._seats:
@@ -272,6 +266,7 @@ class DistributedLearner(Placer):
             seat.actor = seat.ref = None
         if self._server is not None:
             ray.kill(self._server)
+            self._server = None
 
     def status(self) -> dict[str, float]:
         """What there is to watch besides learning."""
@@ -312,33 +307,22 @@ class DistributedLearner(Placer):
         for seat, state in zip(self._seats, states, strict=False):
             seat.state = state
         self._updates = sum(int(state.described["updates"]) for state in states)
-        self._opening = None
+        self._begun = True
         for trial in told:
             self._know(trial)
         return True
 
     # --- before the controllers ------------------------------------------------------------------
 
-    def _open(self, count: int) -> list[Placement]:
-        """The teachers' placements, tried by all workers; at the end, the controllers take over."""
-        learner = self._learner
-        while self._opening is not None:
-            if any(placement not in self._known for placement in self._opening):
-                return []  # the search has not told of them yet
-            learner.tell([self._trial(p, self._known[p]) for p in self._opening])
-            self._opening = learner.opening(count)
-            new = [p for p in dict.fromkeys(self._opening) if p not in self._known]
-            if new:
-                return new
-            if not self._opening:
-                self._opening = None
-        if learner.has_choice:
-            learner.warm_up()
+    def _begin(self) -> None:
+        """The controllers take over from the teachers."""
+        self._begun = True
+        if self.problem.has_choice:
+            self._learner.warm_up()
         else:
-            self.notes.why_not = learner.notes.why_not
+            self.notes.why_not = self._learner.notes.why_not
             for seat in self._seats:
                 seat.done = True
-        return []
 
     # --- controllers -----------------------------------------------------------------------------
 

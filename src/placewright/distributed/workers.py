@@ -210,7 +210,7 @@ class Workers(Evaluator):
         ):
             if queue:
                 # A call costs a millisecond, as much as simulating dozens of placements.
-                size = math.ceil(len(queue) / sharers) if self._cheap else 1
+                size = math.ceil(len(queue) / sharers) if self.cheap else 1
                 return [queue.popleft() for _ in range(size)]
         return []
 

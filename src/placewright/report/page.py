@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.errors import MissingExtraError
 from placewright.graph import IntArray
 from placewright.report import analysis, words
 from placewright.report.run import Run
 from placewright.report.what_if import WhatIf, what_ifs
-from placewright.search import Budget
 from placewright.simulator.timeline import Timeline
 
 _TIMES = "\N{MULTIPLICATION SIGN}"

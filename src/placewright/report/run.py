@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from placewright import methods
-from placewright.api import COSTS_FILE, PROBLEM_FILE, began_with
 from placewright.calibration import Calibration
 from placewright.errors import ReportError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json
 from placewright.journal import Progression, read_progression
 from placewright.measurement import Measurement, Outcome, Trial
-from placewright.metrics import read_metrics
 from placewright.placement import Placement
 from placewright.problem import Problem
+from placewright.session.directory import COSTS_FILE, PROBLEM_FILE, began_with
+from placewright.session.metrics import read_metrics
 from placewright.simulator import Simulator, Timeline, lower_bounds
 
 

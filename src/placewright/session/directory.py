@@ -45,7 +45,9 @@ def open_journal(
     if began not in (None, how):
         raise SearchError(f"{directory}: began with {began}; it cannot go on with {how}")
     described = {"evaluate": how, "version": VERSION, "space": problem.space.fingerprint}
-    if how == SIMULATE:  # under other costs its times would be others; real times stay what they are
+    if (
+        how == SIMULATE
+    ):  # under other costs its times would be others; real times stay what they are
         described["problem"] = problem.fingerprint
         simulated = _described(folder).get("problem", problem.fingerprint)
         if simulated != problem.fingerprint:

@@ -142,8 +142,9 @@ class Session:
             if self.evaluate == SIMULATE:
                 make = functools.partial(SimulatedEvaluator, problem, threads=1)
             else:
+                assert self.machine is not None
                 make = functools.partial(_measuring, problem, self.machine)
-            self._team = opened.enter_context(
+            self._team = opened.enter_context(  # workers have devices of their own
                 assemble(problem, make, self.team, cheap=self.evaluate == SIMULATE)
             )
             return self._team.evaluator
@@ -229,7 +230,8 @@ class Session:
                 # Those are the times that count: what is drawn of the answer should agree with
                 # them.
                 rounds.correct()
-            return real.result(self.evaluate, rounds and rounds.found())
+            found = None if rounds is None else rounds.found()
+            return real.result(self.evaluate, found)
 
     def _search_real(self, real: RealRuns) -> None:
         limits = real.before_the_final()
@@ -244,7 +246,7 @@ class Session:
         real.favourites = [p for placer in placers for p in placer.notes.favourites]
 
 
-# --- what is asked for, before a model is read -----------------------------------------------------
+# --- what is asked for, before a model is read ---------------------------------------------------
 
 
 def wanted_in(config: SearchConfig, directory: str | Path | None) -> How | None:
@@ -326,7 +328,7 @@ def _measuring(problem: Problem, machine: Machine) -> Evaluator:
     return MeasuredEvaluator(problem, runner)
 
 
-# --- the call --------------------------------------------------------------------------------------
+# --- the call ------------------------------------------------------------------------------------
 
 _OF_SEARCH = frozenset(entry.name for entry in fields(SearchConfig))
 _OF_TEAM = frozenset(entry.name for entry in fields(TeamConfig))

@@ -203,7 +203,7 @@ class _Search:
             if self.is_over(math.inf, math.inf):
                 break
             last = number + 1 == len(self.placers)
-            _Turn(self, placer, *self._part(number, placer), last=last).run()
+            _Turn(self, placer, self._part(number, placer), last=last).run()
         return self.progress
 
     def is_over(self, until_seconds: float, until_trials: float) -> bool:
@@ -259,11 +259,12 @@ class _Turn:
     """
 
     def __init__(
-        self, all_: _Search, placer: Placer, until_seconds: float, until_trials: float, *, last: bool
+        self, every: _Search, placer: Placer, until: tuple[float, float], *, last: bool
     ) -> None:
-        self.all = all_
+        self.every = every
         self.placer = placer
-        self.until = until_seconds, until_trials
+        self.until = until
+        """When its part ends, in seconds and in trials of the search."""
         self.last = last
         self.asked: list[Placement] = []
         """What it was not told of yet."""
@@ -273,7 +274,7 @@ class _Turn:
         self.checkpointed = time.monotonic()
 
     def run(self) -> None:
-        every, placer = self.all, self.placer
+        every, placer = self.every, self.placer
         progress = every.progress
         progress.placer = placer.name
         if every.told and placer.name not in every.restored:
@@ -296,7 +297,7 @@ class _Turn:
 
     def _step(self) -> bool:
         """Asks and tells once; False when the placer is at its end."""
-        every, placer = self.all, self.placer
+        every, placer = self.every, self.placer
         try:
             if not self._ask():
                 return False
@@ -318,7 +319,7 @@ class _Turn:
 
     def _ask(self) -> bool:
         """Hands in what the placer wants tried; False when it wants nothing any more."""
-        every, placer = self.all, self.placer
+        every, placer = self.every, self.placer
         room = self.until[1] - every.progress.trials - len(self.trying)
         asked = placer.ask(int(min(every.batch, room))) if room > 0 else []
         if not asked:
@@ -333,7 +334,7 @@ class _Turn:
         return True
 
     def _try(self) -> None:
-        every = self.all
+        every = self.every
         missing = sum(placement not in every.known for placement in self.trying)
         while missing:
             waiting = self.placer.waiting
@@ -347,7 +348,7 @@ class _Turn:
     def _answers(self) -> tuple[list[Trial], list[Trial]]:
         """To what it asked for, as far as there are any, and those that are trials of its own. What
         others had tried is told as if it had been: that is what it proposed."""
-        every = self.all
+        every = self.every
         at_seconds = every.earlier_seconds + every.progress.elapsed_seconds
         ready = [placement for placement in self.asked if placement in every.known]
         answers = [
@@ -369,7 +370,7 @@ class _Turn:
 
     def _watch(self) -> None:
         """Takes out what there is to see of learning, and gives occasion for a checkpoint."""
-        every, placer = self.all, self.placer
+        every, placer = self.every, self.placer
         progress, metrics = every.progress, placer.notes.metrics
         seconds = every.earlier_seconds + progress.elapsed_seconds
         for record in metrics:

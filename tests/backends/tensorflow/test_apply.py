@@ -15,7 +15,7 @@ from placewright.errors import ModelError, PlacementError
 tf: Any = pytest.importorskip("tensorflow")
 
 from placewright import Cluster, Placement, Problem, load, make_problem, place  # noqa: E402
-from placewright.api import Result  # noqa: E402
+from placewright.session.result import Result  # noqa: E402
 from placewright.backends.tensorflow import wire  # noqa: E402
 from placewright.backends.tensorflow.apply import (  # noqa: E402
     apply_to_file,
