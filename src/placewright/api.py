@@ -227,7 +227,7 @@ def place(
     seed: int = 0,
     constraints: Constraints | None = None,
     directory: str | Path | None = None,
-    learner: Sequence[str] = (),
+    learner: registry.Learners = None,
     policy: str | Path | None = None,
 ) -> Result:
     """Searches for a fast placement of a graph on a cluster.
@@ -243,11 +243,12 @@ def place(
         constraints: what to pin, forbid or keep together.
         directory: where to record every trial and save the result. A directory that holds a run of
             the same problem is continued; one of another problem is refused.
-        learner: settings of the learned methods, such as `samples=32`.
+        learner: how the learned method learns, such as `LearnerConfig(samples=32)`; one for each,
+            by name, where there are several.
         policy: file of a trained policy (`placewright train`) that they go on from.
     """
     chosen = registry.parse(method)
-    registry.check_learner(chosen, learner, policy)
+    registry.check_learner(chosen.names, learner, policy)
     if isinstance(graph, Problem):
         problem = graph
     else:
@@ -272,12 +273,12 @@ def place(
 
 def run(
     problem: Problem,
-    methods: Sequence[str],
+    methods: registry.Chosen,
     budget: Budget,
     *,
     seed: int = 0,
     directory: str | Path | None = None,
-    learner: Sequence[str] = (),
+    learner: registry.Learners = None,
     policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -296,13 +297,14 @@ def run(
     if team is not None:
         evaluator, measured = team.evaluator, not team.evaluator.cheap
     evaluator = evaluator or SimulatedEvaluator(problem)
+    unasked = methods.unasked
     if team is not None or (directory is not None and registry.has_learned(directory)):
         # What one process can compute in this time says nothing of many, nor of a run that goes on.
-        methods = [str(name) for name in methods]
+        unasked = frozenset()
     chosen = registry.make(
-        methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
-        learner=learner, policy=policy,
-        cheap=evaluator.cheap, noise=evaluator.noise,
+        methods.names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
+        learners=learner, policy=policy,
+        cheap=evaluator.cheap, noise=evaluator.noise, unasked=unasked,
     )  # fmt: skip
     if team is not None:
         chosen = team.distributed(chosen)
@@ -325,7 +327,7 @@ def run(
         methods=tuple(progress.results()),
         lower_bound_seconds=0.0
         if measured
-        else _best_bound([bounds.best, *(p.lower_bound_seconds for p in chosen)], best),
+        else _best_bound([bounds.best, *(p.notes.lower_bound_seconds for p in chosen)], best),
         seconds=time.monotonic() - started,
         seed=seed,
         interrupted=stop(),

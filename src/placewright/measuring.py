@@ -46,7 +46,7 @@ def search_measured(
     *,
     seed: int = 0,
     directory: str | Path | None = None,
-    learner: Sequence[str] = (),
+    learner: registry.Learners = None,
     policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -65,7 +65,7 @@ def search_measured(
         if limits is not None:
             placers = registry.make(
                 methods, problem, seed=seed, seconds=limits.seconds, trials=limits.trials,
-                learner=learner, policy=policy, cheap=False,
+                learners=learner, policy=policy, cheap=False,
                 noise=evaluator.noise,
             )  # fmt: skip
             found = search(
@@ -73,7 +73,7 @@ def search_measured(
                 stop=real.stop, directory=directory,
             )  # fmt: skip
             real.credit(found)
-            real.favourites = [p for placer in placers for p in placer.favourites()]
+            real.favourites = [p for placer in placers for p in placer.notes.favourites]
         real.final()
         return real.result()
 

@@ -159,6 +159,11 @@ class Problem:
         runnable = np.isfinite(self.group_seconds.T)
         return frozen(runnable & ~self.forbidden if self.forbidden.size else runnable)
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one placement."""
+        return bool((self.allowed.sum(axis=1) > 1).any())
+
     @cached_property
     def group_resident_bytes(self) -> IntArray:
         """[G] memory of the variables and optimizer state of each group."""

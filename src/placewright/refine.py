@@ -121,7 +121,7 @@ def refine(
     *,
     seed: int = 0,
     directory: str | Path | None = None,
-    learner: Sequence[str] = (),
+    learner: registry.Learners = None,
     policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
@@ -143,7 +143,7 @@ def refine(
             real=Measuring(problem, evaluator, budget, seed, journal, observe, stop, config),
             config=config,
             methods=tuple(dict.fromkeys(methods)),
-            options={"learner": learner, "policy": policy},
+            options={"learners": learner, "policy": policy},
             directory=None if directory is None else Path(directory),
             metrics=None if directory is None else MetricsLog(Path(directory)),
         )
@@ -313,20 +313,16 @@ class _Refinement:
     def _placers(self, under: Problem, seconds: float) -> list[Placer]:
         """Those that learn go on under the costs as they are now; the others are made anew."""
         # As if asked for: those that learn go on in later rounds, so this one is not all they have.
-        names = [
-            str(name)
-            for name in self.methods
-            if name not in self.placers or not self.placers[name].continue_under(under)
-        ]
         made = registry.make(
-            names,
+            self.methods,
             under,
             seed=self.real.seed + self.real.progress.trials,
             seconds=seconds,
+            previous=self.placers,
             **self.options,
         )
-        self.placers.update(zip(names, made, strict=True))
-        return [self.placers[name] for name in self.methods]
+        self.placers.update(zip(self.methods, made, strict=True))
+        return made
 
     def _watch(self, simulating: Progress) -> None:
         """Lets the watcher of the whole see who searches, and how learning goes."""

@@ -16,7 +16,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Trial
 from placewright.metrics import MetricsLog
 from placewright.placement import Placement
-from placewright.placers.base import Explorer, Placer
+from placewright.placers.base import Placer
 
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
@@ -187,8 +187,6 @@ def search(
         if told and directory is not None and placer.restore(directory, told)
     }
     metrics = None if directory is None else MetricsLog(directory, keep=restored)
-    for number, placer in enumerate(placers):
-        placer.before(placers[number + 1 :])
     since: list[Trial] = []
     most_idle = _MOST_IDLE + 2 * len(told)
     batch = BATCH if evaluator.cheap else _DEAR_BATCH * evaluator.at_a_time
@@ -225,16 +223,11 @@ def search(
             or idle >= most_idle
         ):
             batch_started = time.monotonic()
-            explored = []
             try:
-                if isinstance(placer, Explorer):
-                    explored = placer.explore(until_trials - progress.trials)
-                    asked = [placement for placement, _ in explored]
-                else:
-                    asked = placer.ask(int(min(batch, until_trials - progress.trials)))
+                asked = placer.ask(int(min(batch, until_trials - progress.trials)))
                 if not asked:
                     progress.seconds_of[placer.name] += time.monotonic() - batch_started
-                    if isinstance(placer, Explorer) and not placer.finished:
+                    if placer.waiting:
                         observe(progress)
                         continue
                     break
@@ -242,8 +235,7 @@ def search(
                     placement.check(evaluator.problem)
                 new = [p for p in dict.fromkeys(asked) if p not in known]
                 idle = 0 if new else idle + len(asked)
-                known.update(explored)
-                measurements = [known[p] for p in new] if explored else evaluator.evaluate(new)
+                measurements = evaluator.evaluate(new)
             except WorkerError as fault:
                 if not progress.trials:
                     raise
@@ -280,10 +272,11 @@ def search(
             for answer in answers:
                 progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
             placer.tell(answers)
-            for record in placer.take_metrics():
+            for record in placer.notes.metrics:
                 progress.metrics_of[placer.name] = record
                 if metrics is not None:
                     metrics.append(placer.name, progress.trials, answers[-1].at_seconds, record)
+            placer.notes.metrics.clear()
             due = time.monotonic() - checkpointed >= _CHECKPOINT_SECONDS
             if directory is not None and due and placer.checkpoint(directory):
                 checkpointed = time.monotonic()
@@ -291,9 +284,7 @@ def search(
             observe(progress)
         if directory is not None:
             placer.checkpoint(directory)
-        if isinstance(placer, Explorer):
-            placer.close()
-        progress.why_not_of[placer.name] = placer.why_not
+        progress.why_not_of[placer.name] = placer.notes.why_not
     if metrics is not None:
         metrics.close()
     return progress

@@ -77,7 +77,7 @@ def test_polishing_on_estimates_finds_better_than_the_policy_alone() -> None:
         learner = Learner(problem, replace(config, polish=polish), name="ppo", seed=0)
         noisy = SimulatedEvaluator(problem, Noise(steps=1))
         search([learner], noisy, Budget(trials=96))
-        return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.favourites())]))
+        return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.notes.favourites)]))
 
     assert found(8) < found(0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from placewright.backends.tensorflow.program import Program
     from placewright.backends.tensorflow.runner import TensorFlowRunner
     from placewright.distributed.team import Team
+    from placewright.methods import Chosen
     from placewright.problem import Problem
     from placewright.search import Budget
 
@@ -155,7 +156,7 @@ def run(
     how: str,
     problem: Problem,
     runner: TensorFlowRunner | None,
-    methods: Sequence[str],
+    methods: Chosen,
     budget: Budget,
     *,
     team: Team | None = None,
@@ -171,6 +172,6 @@ def run(
         return api.run(problem, methods, budget, team=team, **options)
     if how == MEASURE:
         return search_measured(
-            problem, MeasuredEvaluator(problem, runner), methods, budget, **options
+            problem, MeasuredEvaluator(problem, runner), methods.names, budget, **options
         )
-    return refine(problem, runner, methods, budget, **options)
+    return refine(problem, runner, methods.names, budget, **options)

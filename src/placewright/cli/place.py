@@ -133,9 +133,11 @@ def place(
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
     from placewright import methods as registry
+    from placewright.learning.config import configured_presets
 
     chosen = registry.parse(method)
-    registry.check_learner(chosen, learner or (), policy)
+    learners = configured_presets(chosen.names, learner or ())
+    registry.check_learner(chosen.names, learners, policy)
     limits = _budget(budget, trials, "1m")
     team_config = distribution.configured(
         controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
@@ -168,7 +170,7 @@ def place(
     ):
         result = evaluation.run(
             how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
-            stop=lambda: bool(stopped), learner=learner or (), policy=policy, team=team,
+            stop=lambda: bool(stopped), learner=learners, policy=policy, team=team,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
@@ -238,11 +240,13 @@ def compare(
     """
     from placewright import api
     from placewright import methods as registry
+    from placewright.learning.config import configured_presets
 
     names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
     runs = [(name, registry.parse(name)) for name in names]
-    everyone = [method for _, chosen in runs for method in chosen]
-    registry.check_learner(list(dict.fromkeys(everyone)), learner or (), policy)
+    everyone = list(dict.fromkeys(method for _, chosen in runs for method in chosen.names))
+    learners = configured_presets(everyone, learner or ())
+    registry.check_learner(everyone, learners, policy)
     limits = _budget(budget, trials, "20s")
     machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
@@ -260,7 +264,7 @@ def compare(
             with common.status(f"running {name} ..."):
                 result = api.run(
                     problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
-                    learner=learner or (), policy=policy,
+                    learner=learners, policy=policy,
                 )  # fmt: skip
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)

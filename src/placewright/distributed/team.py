@@ -51,6 +51,11 @@ class Team:
             )
         return found
 
+    def close(self) -> None:
+        """Ends the controllers; the workers are their maker's."""
+        for learner in self._learners:
+            learner.close()
+
     def status(self) -> dict[str, float]:
         """Numbers to watch: of the training under way, or of the workers alone."""
         for learner in reversed(self._learners):
@@ -83,6 +88,10 @@ def assemble(
         )
         try:
             workers.wait_until_ready()
-            yield Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
+            team = Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
+            try:
+                yield team
+            finally:
+                team.close()
         finally:
             workers.close()

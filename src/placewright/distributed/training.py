@@ -32,7 +32,7 @@ from placewright.learning.learner import Gradients, Learner, LearnerState, Updat
 from placewright.learning.policy import Policy
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
-from placewright.placers.base import Explorer
+from placewright.placers.base import Placer
 from placewright.problem import Problem
 from placewright.search import BATCH
 
@@ -166,10 +166,11 @@ class Controller:
         """Tells of what it asked for, then of the best that others found, and asks again."""
         learner = self._learner
         learner.tell(answers)
-        metrics = [record | self._updater.take_metrics() for record in learner.take_metrics()]
+        metrics = [record | self._updater.take_metrics() for record in learner.notes.metrics]
+        learner.notes.metrics.clear()
         learner.tell(others)
         state = learner.state() if metrics else None
-        return Turn(learner.ask(BATCH), learner.why_not, metrics, state)
+        return Turn(learner.ask(BATCH), learner.notes.why_not, metrics, state)
 
 
 @dataclass(eq=False)
@@ -194,7 +195,7 @@ class _Seat:
     done: bool = False
 
 
-class DistributedLearner(Explorer):
+class DistributedLearner(Placer):
     """A learned method, trained by several controllers.
 
     The learner it is made from asks its teachers and warms up, as always; its policy is then what
@@ -217,59 +218,56 @@ class DistributedLearner(Explorer):
         self._known: dict[Placement, Measurement] = {}
         self._trying: set[Placement] = set()
         self._best: list[Trial] = []
-        self._metrics: list[dict[str, float]] = []
         self._updates = 0
-        self._opening: list[Placement] | None = []
-        """What the teachers proposed last; None when the controllers have taken over."""
+        self._begun = False
+        """Whether the controllers have taken over from the teachers."""
         self._ended: deque[float] = deque(maxlen=_RATE_TRIALS)
         self._staleness = 0.0
         self.restarts = 0
 
     # --- what the search asks for ----------------------------------------------------------------
 
+    def ask(self, count: int) -> list[Placement]:
+        if not self._begun:
+            asked = self._open(count)
+            self.waiting = not asked and self.problem.has_choice
+            return asked
+        refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
+        asked = self._feed(count)
+        if refs:
+            # Who has something to try at once need not wait for those who are still learning.
+            ready, _ = ray.wait(
+                list(refs), num_returns=len(refs) if asked else 1, timeout=0 if asked else 0.5
+            )
+            for ref in ready:
+                self._take_turn(refs[ref])
+        for seat in refs.values():
+            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
+                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
+        self.waiting = not all(seat.done for seat in self._seats)
+        return asked
+
     def tell(self, trials: Sequence[Trial]) -> None:
         new = [trial for trial in trials if trial.placement not in self._known]
         for trial in new:
             self._know(trial)
+            if trial.placement in self._trying:
+                self._trying.discard(trial.placement)
+                self._ended.append(time.monotonic())
+            for seat in self._seats:
+                seat.answers[trial.placement] = trial.measurement
         if self._server is None:
             self._learner.tell(new)
 
-    def explore(self, most: float) -> list[tuple[Placement, Measurement]]:
-        if self._opening is not None:
-            self._open(most)
-        else:
-            self._feed(most)
-        refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
-        results, ready = self._workers.wait(0.5, list(refs))
-        for ref in ready:
-            self._take_turn(refs[ref])
-        for seat in refs.values():
-            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
-                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
-        results = [result for result in results if result[0] in self._trying]
-        for placement, measurement in results:
-            self._trying.discard(placement)
-            self._ended.append(time.monotonic())
-            self._know(self._trial(placement, measurement))
-            for seat in self._seats:
-                seat.answers[placement] = measurement
-        if self._opening is None and all(seat.done for seat in self._seats):
-            self.finished = not self._trying
-        return results
-
-    def take_metrics(self) -> list[dict[str, float]]:
-        taken, self._metrics = self._metrics, []
-        return taken
-
     def close(self) -> None:
-        self._workers.drop()
-        self._trying.clear()
+        """Ends the controllers and the parameter server."""
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
             seat.actor = seat.ref = None
         if self._server is not None:
             ray.kill(self._server)
+            self._server = None
 
     def status(self) -> dict[str, float]:
         """What there is to watch besides learning."""
@@ -312,38 +310,34 @@ class DistributedLearner(Explorer):
         for seat, state in zip(self._seats, states, strict=False):
             seat.state = state
         self._updates = sum(int(state.described["updates"]) for state in states)
-        self._opening = None
+        self._begun = True
         for trial in told:
             self._know(trial)
         return True
 
     # --- before the controllers ------------------------------------------------------------------
 
-    def _open(self, most: float) -> None:
-        """The teachers' placements, tried by all workers."""
+    def _open(self, count: int) -> list[Placement]:
+        """The teachers' placements."""
         learner = self._learner
-        while not self._trying:
-            learner.tell([self._trial(p, self._known[p]) for p in self._opening or ()])
-            self._opening = learner.opening(int(min(BATCH, most)))
-            if not self._opening:
-                break
-            new = [p for p in dict.fromkeys(self._opening) if p not in self._known]
-            self._trying.update(new)
-            self._workers.submit(new)
-        if self._trying:
-            return
-        self._opening = None
-        if learner.has_choice:
+        asked = learner.opening(count)
+        if asked:
+            return asked
+        self._begun = True
+        if self.problem.has_choice:
             learner.warm_up()
         else:
-            self.why_not = learner.why_not
+            self.notes.why_not = learner.notes.why_not
             for seat in self._seats:
                 seat.done = True
+        return []
 
     # --- controllers -----------------------------------------------------------------------------
 
-    def _feed(self, most: float) -> None:
-        """Starts turns, and gives workers what the controllers want tried."""
+    def _feed(self, count: int) -> list[Placement]:
+        """Starts turns, and takes up to `count` placements that the controllers want tried, each
+        by the controller's own workers."""
+        asked: list[Placement] = []
         if self._server is None and not all(seat.done for seat in self._seats):
             self._start_server()
         for seat in self._seats:
@@ -351,14 +345,16 @@ class DistributedLearner(Explorer):
                 continue
             if seat.actor is None:
                 self._start(seat)
-            while seat.waiting and len(self._trying) < most:
+            while seat.waiting and len(asked) < count:
                 placement = seat.waiting.popleft()
                 # Another controller may have asked for it in the meantime.
                 if placement not in self._known and placement not in self._trying:
                     self._trying.add(placement)
-                    self._workers.submit([placement], seat.number)
+                    self._workers.assign(placement, seat.number)
+                    asked.append(placement)
             if seat.ref is None and all(p in seat.answers for p in seat.asked):
                 self._begin_turn(seat)
+        return asked
 
     def _begin_turn(self, seat: _Seat) -> None:
         answers = [self._trial(placement, seat.answers[placement]) for placement in seat.asked]
@@ -390,14 +386,14 @@ class DistributedLearner(Explorer):
             self._updates += 1
             self._staleness += 0.1 * (record["staleness"] - self._staleness)
             of_all = self.status() | {"staleness": record["staleness"]}
-            self._metrics.append(
+            self.notes.metrics.append(
                 record | of_all | {"update": self._updates, "controller": seat.number}
             )
         new = [p for p in dict.fromkeys(turn.asked) if p not in self._known]
         seat.idle = 0 if new else seat.idle + len(turn.asked)
         if not turn.asked or seat.idle >= _MOST_IDLE:
             seat.done = True
-            self.why_not = turn.why_not
+            self.notes.why_not = turn.why_not
             return
         seat.asked = turn.asked
         seat.answers = {p: self._known[p] for p in turn.asked if p in self._known}

@@ -95,7 +95,7 @@ class Workers:
         self._slots = [_Slot(n, n // per_group) for n in range(per_group * groups)]
         self._queues: dict[int | None, deque[Placement]] = {g: deque() for g in range(groups)}
         self._queues[None] = deque()
-        self._dropped: set[_Slot] = set()
+        self._group_of: dict[Placement, int] = {}
         self.replaced = 0
         for slot in self._slots:
             self._start(slot)
@@ -115,11 +115,16 @@ class Workers:
         while any(slot.starting for slot in self._slots):
             self.wait(0.1)
 
-    def submit(self, placements: Sequence[Placement], group: int | None = None) -> None:
-        """To be tried by this group's workers, or by any."""
-        if group is not None and not any(slot.group == group for slot in self._slots):
-            group = None  # all its workers were given up
-        self._queues[group].extend(placements)
+    def assign(self, placement: Placement, group: int) -> None:
+        """To be tried by this group's workers, when it is submitted."""
+        self._group_of[placement] = group
+
+    def submit(self, placements: Sequence[Placement]) -> None:
+        """To be tried by the workers of the group they are assigned to, or by any."""
+        there = {slot.group for slot in self._slots}  # a group's workers may all be given up
+        for placement in placements:
+            group = self._group_of.pop(placement, None)
+            self._queues[group if group in there else None].append(placement)
 
     def wait(self, seconds: float, others: Sequence[Any] = ()) -> tuple[Results, list[Any]]:
         """What came of placements, and which of `others` (Ray's references) are ready: as soon as
@@ -148,15 +153,6 @@ class Workers:
             if results or ready or time.monotonic() >= until:
                 self._dispatch()
                 return results, ready
-
-    def drop(self) -> None:
-        """Forgets what is waiting or being tried; workers that are busy finish for nobody."""
-        for queue in self._queues.values():
-            queue.clear()
-        for slot in self._slots:
-            slot.retry.clear()
-            if slot.task:
-                self._dropped.add(slot)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -209,9 +205,6 @@ class Workers:
             return []
         slot.starts = 0
         task, slot.task = slot.task, []
-        if slot in self._dropped:
-            self._dropped.discard(slot)
-            return []
         if len(answer) != len(task):
             raise WorkerError("the evaluator gave fewer measurements than placements")
         return list(zip(task, answer, strict=True))
@@ -232,9 +225,7 @@ class Workers:
         ray.kill(slot.actor)
         self.replaced += 1
         failed: list[Placement] = []
-        if slot in self._dropped:
-            self._dropped.discard(slot)
-        elif slot.retrying:
+        if slot.retrying:
             failed = slot.task
         else:
             slot.retry.extendleft(reversed(slot.task))

@@ -123,6 +123,7 @@ def _one_update(
         training.trials += len(trials)
         for trial in trials:
             training.best[number] = better(training.best[number], trial)
-    for metrics in learner.take_metrics():
-        training.metrics[number] = metrics
+    if learner.notes.metrics:
+        training.metrics[number] = learner.notes.metrics[-1]
+        learner.notes.metrics.clear()
     return True
