@@ -172,7 +172,7 @@ def run_search(
     budget: Budget,
     *,
     seed: int = 0,
-    settings: Sequence[str] = (),
+    learners: methods.Learners = None,
     policy: str | None = None,
     evaluator: SimulatedEvaluator | None = None,
 ) -> Searched:
@@ -181,7 +181,7 @@ def run_search(
     # Compiles, which is nobody's search time; in another one, as noise is drawn in turn.
     SimulatedEvaluator(problem).evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     placers = methods.make(
-        names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials, learner=settings,
+        names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials, learners=learners,
         policy=policy, noise=evaluator.noise,
     )  # fmt: skip
     curve: list[Point] = []

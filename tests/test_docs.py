@@ -217,7 +217,7 @@ def test_every_metric_is_explained() -> None:
                 for placement in learner.ask(64)
             ]
         )
-        metrics = learner.take_metrics()
+        metrics = learner.notes.metrics
     text = (ROOT / "docs/learning.md").read_text(encoding="utf-8")
     explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert explained == {*metrics[0], "placer", "trials", "seconds"}
@@ -226,9 +226,8 @@ def test_every_metric_is_explained() -> None:
 def test_every_setting_has_a_meaning() -> None:
     for needed in ("sphinx", "torch"):
         pytest.importorskip(needed)
-    from placewright.backends import RunConfig
-    from placewright.learning.config import LearnerConfig
-    from placewright.learning.policy import PolicyConfig
+    from placewright.backends.config import RunConfig
+    from placewright.learning.config import LearnerConfig, PolicyConfig
 
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
     assert spec is not None

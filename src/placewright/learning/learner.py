@@ -680,7 +680,7 @@ class Learner(Placer):
             )
         now = _plain(asdict(self.config)) | {"seed": self.seed}
         # What an older version did not know was as the default is.
-        then = _plain(asdict(LearnerConfig())) | dict(described.get("config") or {})
+        then = _plain(asdict(resolved(LearnerConfig()))) | dict(described.get("config") or {})
         then["seed"] = described.get("seed")
         for name, value in now.items():
             if name != "policy" and then.get(name) != value:
