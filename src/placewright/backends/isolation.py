@@ -5,8 +5,8 @@ and write files as the user who runs it. On Linux any user may make a network na
 user namespace) that holds nothing but a loopback device. Processes in it reach each other, and
 nobody outside reaches them, not even other users of this machine.
 
-This file is also run as a script, with nothing imported but Python's own library: as the holder that
-makes the namespace and keeps it alive, and in front of each process that is to live in it.
+This file is also run as a script, with nothing imported but Python's own library: as the holder
+that makes the namespace and keeps it alive, and before each process that is to live in it.
 """
 
 from __future__ import annotations
