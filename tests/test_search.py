@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
@@ -14,7 +15,6 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.problem import Problem, make_problem
-from placewright.budget import Budget
 from placewright.session.search import Progress, search
 
 

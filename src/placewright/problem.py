@@ -236,11 +236,6 @@ class Problem:
         """Whether there is more than one placement."""
         return bool((self.allowed.sum(axis=1) > 1).any())
 
-    @property
-    def has_choice(self) -> bool:
-        """Whether there is more than one placement."""
-        return bool((self.allowed.sum(axis=1) > 1).any())
-
     @cached_property
     def group_resident_bytes(self) -> IntArray:
         """[G] memory of the variables and optimizer state of each group."""

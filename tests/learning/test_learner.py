@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from placewright import methods
+from placewright.budget import Budget
 from placewright.errors import LearningError
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
@@ -22,7 +23,6 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.budget import Budget
 from placewright.session.search import Progress, search
 from placewright.testing import (
     check_placer,
