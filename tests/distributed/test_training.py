@@ -59,7 +59,6 @@ def train(
             [learner], workers, Budget(trials=trials), journal=journal, directory=folder,
             observe=observe, stop=stop,
         )  # fmt: skip
-    learner.close()
     status = learner.status()
     learner.close()
     workers.close()

@@ -134,8 +134,7 @@ def broken() -> Busiest:
 
 def test_workers_that_cannot_start_say_why() -> None:
     problem = wide()
-    workers = Workers(broken, workers=1, resources={"CPU": 1.0}, trial_seconds=60.0, cheap=False)
-    evaluator = ParallelEvaluator(problem, workers, cheap=False)
+    workers = Workers(problem, broken, TeamConfig(resources={"CPU": 1.0}), cheap=False)
     with pytest.raises(WorkerError, match=r"no worker can be started: .*no device here"):
         workers.evaluate([Placement.of(problem, [0] * problem.num_groups)])
 
@@ -145,4 +144,4 @@ def test_more_than_the_cluster_has() -> None:
         _check_room(TeamConfig(workers=2, resources={"GPU": 4.0}))
     with pytest.raises(SearchError, match=r"1 workers need 1 board \(1 each\), the cluster has 0"):
         _check_room(TeamConfig(resources={"board": 1.0}))
-    _check_room(TeamConfig(workers=8))
+    _check_room(TeamConfig(workers=8, resources={"CPU": 1.0}))
