@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from placewright import methods
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.budget import Budget
 from placewright.session.search import Progress, search
 
 RESULTS = Path(__file__).parent / "results"

@@ -49,13 +49,13 @@ from benchmarks.common import (
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.learning.config import configured_presets
 from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.budget import Budget
 
 RESULTS = ALL_RESULTS / "learning"
 

@@ -61,6 +61,7 @@ from placewright import load, make_problem, methods
 from placewright._version import VERSION
 from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.learning.config import REINFORCE
@@ -68,9 +69,8 @@ from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem
-from placewright.refine import RefineConfig
 from placewright.report.analysis import loads
-from placewright.budget import Budget
+from placewright.session.config import RoundsConfig
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
 
@@ -571,7 +571,7 @@ def measured(settings: Settings) -> None:
                 learner_config=replace(REINFORCE, samples=settings.learner_samples),
                 classical=("single", "scotch", "mincut", "expert"),
                 # A short final: all answers are measured in turns again afterwards.
-                config=RefineConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
+                config=RoundsConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
             )
         rows = [{"model": model, **row} for row in found]
         print(measured_benchmark.answers_table(rows), flush=True)

@@ -20,6 +20,8 @@ from placewright.measurement import Outcome
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem
+from placewright.session.config import RoundsConfig, SearchConfig
+from placewright.session.driver import Session
 from placewright.session.search import search
 from placewright.testing import check_evaluator, tiny_problems
 from tests.distributed.helpers import Busiest, calls, wide
@@ -125,6 +127,22 @@ def test_what_is_dropped_is_never_answered(tmp_path: Path) -> None:
     workers.submit([Request(second)])
     assert [placement for placement, _ in workers.collect(60.0)] == [second]
     assert workers.collect(1.0) == []
+    workers.close()
+
+
+@pytest.mark.parametrize("how", ["measure", "simulate+measure"])
+def test_what_workers_measure_has_a_final(tmp_path: Path, how: Any) -> None:
+    problem = wide()
+    workers = hired(problem, tmp_path)
+    config = SearchConfig(
+        method="random", trials=40, evaluate=how, rounds=RoundsConfig(simulate_seconds=0.5)
+    )
+    result = Session(problem, config, pool=workers, directory=tmp_path / "out").run()
+    assert result.best is not None
+    assert len(result.best.measurement.step_seconds) == RoundsConfig.final_rounds
+    assert result.comparisons
+    recorded = read_trials(tmp_path / "out" / "journal.jsonl", problem)
+    assert len(recorded) == result.trials <= 40
     workers.close()
 
 
