@@ -139,9 +139,9 @@ class Result:
         """Puts the best placement into a model that the problem was made from.
 
         Args:
-            target: of TensorFlow, a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of which a copy is
-                returned; or a `tf.function` or ConcreteFunction, for which a new ConcreteFunction
-                is returned that works on the same variables.
+            target: of TensorFlow, a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of
+                which a copy is returned; or a `tf.function` or ConcreteFunction, for which a new
+                ConcreteFunction is returned that works on the same variables.
             devices: the framework's names of the cluster's devices, where they are not
                 `/device:GPU:0` for `gpu:0` and the like.
         """

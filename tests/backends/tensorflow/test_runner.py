@@ -154,21 +154,21 @@ def test_a_trace_has_the_ops_and_what_was_sent(
 ) -> None:
     trace = runner.measure(by_tower(program), traces=2).trace
     assert trace is not None
-    known = set(trace["ops"])
+    known = set(trace.op_seconds)
     products = [
         name
         for name, type_ in zip(program.graph.op_names, program.graph.op_types, strict=True)
         if type_ == "MatMul"
     ]
     assert set(products) <= known
-    assert all(trace["ops"][name] > 0 for name in products)
-    assert {name: trace["devices"][name] for name in products} == {
+    assert all(trace.op_seconds[name] > 0 for name in products)
+    assert {name: trace.device_of[name] for name in products} == {
         name: device
         for name, device in zip(program.graph.op_names, by_tower(program), strict=True)
         if name in products
     }
     # The inputs lie on one device and both towers read them.
-    assert max(transfer["bytes"] for transfer in trace["transfers"]) == 32 * 128 * 4
+    assert max(transfer.bytes for transfer in trace.transfers) == 32 * 128 * 4
 
 
 def test_hopeless_placements_are_cut_short(
@@ -567,7 +567,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         """
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
