@@ -264,7 +264,7 @@ def test_the_noise_is_that_between_two_passes(problem: Problem) -> None:
         seconds = 1.0 + (number if len(calls) <= 9 else 5 - number)
         return Run(measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds,) * 4))
 
-    ran, result = check(problem, SimpleNamespace(measure=measure), placements)  # type: ignore[arg-type]
+    ran, result = check(problem, SimpleNamespace(measure=measure), placements)
     assert ran == placements
     assert len(calls) == 18  # twice six, with three references between each
     assert len(result.fastest_half.predicted) == 3

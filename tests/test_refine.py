@@ -15,7 +15,7 @@ import pytest
 from placewright import methods as registry
 from placewright import refine as refining
 from placewright.api import Result, began_with, place
-from placewright.backends import Run
+from placewright.backends import Run, Trace
 from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
@@ -351,10 +351,10 @@ class Traced(Devices):
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
         run = super().measure(devices, **how)
         names = self.problem.graph.op_names
-        ops = dict.fromkeys(names, 1e-3)
-        return dataclasses.replace(
-            run, trace={"ops": ops, "devices": dict(zip(names, devices, strict=True))}
-        )
+        numbers = [int(device) for device in devices]
+        where = dict(zip(names, numbers, strict=True))
+        trace = Trace(op_seconds=dict.fromkeys(names, 1e-3), device_of=where)
+        return dataclasses.replace(run, trace=trace)
 
 
 def test_a_calibration_that_was_stopped_is_begun_anew(problem: Problem, tmp_path: Path) -> None:
