@@ -34,25 +34,17 @@ class ToyProgram:
     backend: str = "toy"
 
 
-class ToyRunner(contextlib.AbstractContextManager["ToyRunner"]):
+class ToyRunner(contextlib.ExitStack):
     def __init__(self, program: ToyProgram, cluster: Cluster, config: RunConfig) -> None:
+        super().__init__()
         self.program, self.cluster, self.config = program, cluster, config
-        self._threads: list[ThreadPoolExecutor] = []
-        self._closed = False
+        threads = (ThreadPoolExecutor(1, name) for name in cluster.device_names)
+        self._threads = [self.enter_context(thread) for thread in threads]
+        self.callback(self._threads.clear)
 
     def start(self) -> None:
-        if self._closed:
+        if not self._threads:
             raise WorkerError("the runner is closed")
-        names = self.cluster.device_names
-        self._threads = self._threads or [ThreadPoolExecutor(1, name) for name in names]
-
-    def close(self) -> None:
-        self._closed = True
-        for thread in self._threads:
-            thread.shutdown()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def measure(self, devices: Any, *, best_seconds: float | None = None, traces: int = 0,
                 adaptive: bool = True) -> Run:  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placewright.cli import common, evaluation
+from placewright.machine import usable_cores
 
 if TYPE_CHECKING:
     from placewright.backends import Program, RunConfig
@@ -155,7 +155,7 @@ def team(
 def _devices(cluster: Cluster) -> dict[str, float]:
     """What a worker that measures keeps to itself: all GPUs, or the whole machine."""
     gpus = sum(device.type == "gpu" for device in cluster.devices)
-    return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
+    return {"GPU": float(gpus)} if gpus else {"CPU": float(usable_cores())}
 
 
 def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
