@@ -468,7 +468,8 @@ def check_runner(
     """Checks what every runner promises, and closes it; raises AssertionError with what it found.
 
     Everything on the first device must be able to run. `failing` is a placement of the ops that
-    cannot; `kill` makes what runs a placement die, where the runner has processes of its own.
+    cannot; `kill` makes what runs a placement die, where the runner has processes of its own, and
+    waits for its end.
     """
     good = [0] * runner.program.graph.num_ops
     least, most = runner.config.steps - 1, runner.config.max_steps - 1

@@ -208,7 +208,13 @@ def test_keeps_the_contract_of_runners() -> None:
     program = towers()
     config = RunConfig(steps=4, max_steps=5, time_limit_seconds=30.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
-        check_runner(runner, kill=lambda: os.kill(runner.pids[-1], signal.SIGKILL))
+
+        def kill() -> None:
+            client = runner.pids[-1]
+            os.kill(client, signal.SIGKILL)
+            wait_for(lambda: gone(client))
+
+        check_runner(runner, kill=kill)
 
 
 def test_keeps_the_contract_of_backends() -> None:
@@ -577,8 +583,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         import signal
         import sys
         from placewright.cluster import Cluster
-        from placewright.backends.tensorflow import BACKEND
-from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
+        from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
         from placewright.backends.tensorflow.runner import TensorFlowRunner
         from tests.towers import towers
 
