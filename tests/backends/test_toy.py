@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -37,6 +38,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ToyBackend:
 def model() -> Toy:
     """Two branches that can sleep side by side."""
     nap = functools.partial(time.sleep, 0.02)
+    functions: dict[str, Callable[[], object]]
     functions = {"first": lambda: None, "left": nap, "right": nap, "last": lambda: None}
     return Toy(functions, {"left": ["first"], "right": ["first"], "last": ["left", "right"]})
 
