@@ -227,7 +227,6 @@ def test_every_setting_has_a_meaning() -> None:
     for needed in ("sphinx", "torch"):
         pytest.importorskip(needed)
     from placewright.backends import RunConfig
-
     from placewright.learning.config import LearnerConfig, PolicyConfig
 
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")

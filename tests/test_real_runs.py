@@ -66,6 +66,7 @@ class Devices:
         self.traced = 0
         self.config = RunConfig()
         self.events: list[str] = []
+        self.silent = False
         self._first = np.full(problem.num_groups, problem.graph.num_ops)
         np.minimum.at(self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops))
         self._simulator = Simulator(problem)
@@ -76,6 +77,12 @@ class Devices:
 
     def start(self) -> None:
         self.events.append("started")
+
+    def time_links(self, sizes: Sequence[int]) -> dict[str, list[float]]:
+        if self.silent:
+            raise WorkerError("links could not be timed: no route")
+        self.events.append("timed")
+        return {link.name: [1e-6 + size / 1e12 for size in sizes] for link in self.cluster.links}
 
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
         self.traced += bool(how.get("traces"))
@@ -455,10 +462,10 @@ class Traced(Devices):
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
         run = super().measure(devices, **how)
         names = self.problem.graph.op_names
-        ops = dict.fromkeys(names, 1e-3)
-        return dataclasses.replace(
-            run, trace=Trace(op_seconds=ops, device_of=dict(zip(names, devices, strict=True)))
-        )
+        numbers = [int(device) for device in devices]
+        where = dict(zip(names, numbers, strict=True))
+        trace = Trace(op_seconds=dict.fromkeys(names, 1e-3), device_of=where)
+        return dataclasses.replace(run, trace=trace)
 
 
 def test_a_calibration_that_was_stopped_is_begun_anew(problem: Problem, tmp_path: Path) -> None:
@@ -491,9 +498,8 @@ def _rounds(problem: Problem, devices: Devices, budget: Budget) -> Rounds:
     return Rounds(real=real, config=config, runner=devices)  # type: ignore[arg-type]
 
 
-def _faster(cluster: Cluster) -> Cluster:
-    links = tuple(dataclasses.replace(link, bandwidth=1e12) for link in cluster.links)
-    return dataclasses.replace(cluster, links=links)
+def _bandwidth(cluster: Cluster) -> float:
+    return cluster.links[0].bandwidth
 
 
 @pytest.mark.parametrize(
@@ -507,42 +513,32 @@ def _faster(cluster: Cluster) -> Cluster:
     ],
 )
 def test_links_are_timed_where_the_budget_is_worth_it(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, budget: Budget, timed: bool
+    problem: Problem, budget: Budget, timed: bool
 ) -> None:
     devices = Devices(problem)
-
-    def timing(runner: Devices, cluster: Cluster) -> Cluster:
-        devices.events.append("timed")
-        return _faster(cluster)
-
-    monkeypatch.setattr(rounds_module, "measure_links", timing)
     found = _rounds(problem, devices, budget)._with_timed_links()
-    # No run is blamed for the start of the model's processes.
+    # No run is blamed for the time in which the model's processes start again.
     assert devices.events == (["timed", "started"] if timed else [])
-    assert found == (_faster(problem.cluster) if timed else problem.cluster)
+    assert _bandwidth(found) == pytest.approx(1e12 if timed else _bandwidth(problem.cluster))
 
 
 def test_links_of_a_calibration_are_not_timed_again(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
+    problem: Problem,
 ) -> None:
     devices = Devices(problem)
-    given = dataclasses.replace(problem, cluster=_faster(problem.cluster))
-    monkeypatch.setattr(
-        rounds_module, "measure_links", lambda cluster, config: pytest.fail("timed")
-    )
+    faster = (dataclasses.replace(problem.cluster.links[0], bandwidth=1e12),)
+    given = dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, links=faster))
     rounds = _rounds(given, devices, Budget(seconds=600))
     assert rounds._with_timed_links() == given.cluster
     assert devices.events == []
 
 
 def test_links_that_cannot_be_timed_are_as_the_cluster_says(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    problem: Problem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(runner: Devices, cluster: Cluster) -> Cluster:
-        raise WorkerError("links could not be timed: no route")
-
-    monkeypatch.setattr(rounds_module, "measure_links", broken)
-    rounds = _rounds(problem, Devices(problem), Budget(seconds=600))
+    devices = Devices(problem)
+    devices.silent = True
+    rounds = _rounds(problem, devices, Budget(seconds=600))
     with caplog.at_level(logging.WARNING):
         assert rounds._with_timed_links() == problem.cluster
     assert "no route" in caplog.text

@@ -35,7 +35,7 @@ def towers_graph() -> Any:
 
 
 def towers() -> TensorFlowProgram:
-    return load_program(towers_graph(), fetches=["train", "loss:0"])
+    return _program(towers_graph(), ["train", "loss:0"])
 
 
 def small(build: Any, fetches: list[str]) -> TensorFlowProgram:
@@ -43,4 +43,10 @@ def small(build: Any, fetches: list[str]) -> TensorFlowProgram:
     graph = tf.Graph()
     with graph.as_default():
         build()
-    return load_program(graph, fetches=fetches)
+    return _program(graph, fetches)
+
+
+def _program(graph: Any, fetches: list[str]) -> TensorFlowProgram:
+    program = load_program(graph, fetches=fetches)
+    assert isinstance(program, TensorFlowProgram)
+    return program

@@ -116,7 +116,6 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
     assert all(trial.measurement.ok for trial in read_trials(tmp_path / "journal.jsonl", problem))
 
 
-@pytest.mark.skip(reason="needs a search that takes answers as they come")
 @pytest.mark.usefixtures("ray")
 def test_a_slow_worker_holds_up_its_own_controller_only(tmp_path: Path) -> None:
     problem = wide()

@@ -215,7 +215,7 @@ class Runner(Protocol):
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> bool | None: ...
 
 
 # --- the framework -------------------------------------------------------------------------------

@@ -172,8 +172,8 @@ def devices(as_json: common.JsonOption = False) -> None:
     for backend in backends.every():
         if not facts[backend.name]:
             common.console.print(
-                rf"{backend.name} is not installed: run pip install 'placewright\[{backend.extra}]' "
-                "to measure"
+                f"{backend.name} is not installed: run pip install "
+                rf"'placewright\[{backend.extra}]' to measure"
             )
     can = ", ".join(facts["measurable"])
     common.console.print(f"clusters that can be measured here: {can or 'none'}")

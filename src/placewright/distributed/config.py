@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placewright.cluster import Cluster
 from placewright.errors import MissingExtraError, SearchError
+from placewright.machine import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TeamConfig:
         if not measure:
             return {"CPU": 1.0}
         gpus = sum(device.type == "gpu" for device in cluster.devices)
-        return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
+        return {"GPU": float(gpus)} if gpus else {"CPU": float(usable_cores())}
 
 
 def parse_resources(settings: Sequence[str]) -> dict[str, float]:

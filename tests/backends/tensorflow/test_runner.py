@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends import load, load_program
+from placewright.backends import Program, load, load_program
 from placewright.backends.feeds import load_feeds, make_feeds
 from placewright.backends.processes import free_ports, share_cores
+from placewright.backends.tensorflow import BACKEND
 from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.backends.tensorflow import runner as runner_module
 from placewright.backends.tensorflow._tf import tf
@@ -29,7 +30,7 @@ from placewright.errors import MissingExtraError, ModelError, PlacementError, Wo
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Outcome, half_width
 from placewright.problem import Constraints, make_problem
-from placewright.testing import check_evaluator, sample_placements
+from placewright.testing import check_backend, check_evaluator, check_runner, sample_placements
 from tests.towers import small, towers, towers_graph
 
 CPU2 = Cluster.load("cpu2")
@@ -53,7 +54,7 @@ def by_tower(program: TensorFlowProgram) -> list[int]:
     return [int(right[group]) for group in problem.grouping.group_of]
 
 
-def runs_on(program: TensorFlowProgram, device: int = 0) -> list[int]:
+def runs_on(program: Program, device: int = 0) -> list[int]:
     return [device] * program.graph.num_ops
 
 
@@ -154,21 +155,21 @@ def test_a_trace_has_the_ops_and_what_was_sent(
 ) -> None:
     trace = runner.measure(by_tower(program), traces=2).trace
     assert trace is not None
-    known = set(trace["ops"])
+    known = set(trace.op_seconds)
     products = [
         name
         for name, type_ in zip(program.graph.op_names, program.graph.op_types, strict=True)
         if type_ == "MatMul"
     ]
     assert set(products) <= known
-    assert all(trace["ops"][name] > 0 for name in products)
-    assert {name: trace["devices"][name] for name in products} == {
+    assert all(trace.op_seconds[name] > 0 for name in products)
+    assert {name: trace.device_of[name] for name in products} == {
         name: device
         for name, device in zip(program.graph.op_names, by_tower(program), strict=True)
         if name in products
     }
     # The inputs lie on one device and both towers read them.
-    assert max(transfer["bytes"] for transfer in trace["transfers"]) == 32 * 128 * 4
+    assert max(transfer.bytes for transfer in trace.transfers) == 32 * 128 * 4
 
 
 def test_hopeless_placements_are_cut_short(
@@ -201,6 +202,36 @@ def test_constraints_hold_for_measurements_too(
     (measurement,) = MeasuredEvaluator(problem, runner).evaluate([wrong])
     assert measurement.outcome is Outcome.FAILED
     assert "kept off cpu:1 by a constraint" in measurement.reason
+
+
+def test_keeps_the_contract_of_runners() -> None:
+    program = towers()
+    config = RunConfig(steps=4, max_steps=5, time_limit_seconds=30.0)
+    with TensorFlowRunner(program, CPU2, config) as runner:
+
+        def kill() -> None:
+            client = runner.pids[-1]
+            os.kill(client, signal.SIGKILL)
+            wait_for(lambda: gone(client))
+
+        check_runner(runner, kill=kill)
+
+
+def test_keeps_the_contract_of_backends() -> None:
+    def devices_in(graph: Any) -> dict[str, str]:
+        return {op.name: op.device for op in graph.get_operations()}
+
+    check_backend(BACKEND, towers_graph(), devices_in=devices_in)
+
+
+def test_asking_what_it_accepts_imports_no_framework() -> None:
+    code = (
+        "import sys; from placewright.backends import backend_of; "
+        "print(*(backend_of(s) is not None for s in ('rnnlm', 'x.pb', 3)), "
+        "'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "False", "False"], done.stderr
 
 
 def test_an_evaluator_of_another_graph_is_refused(runner: TensorFlowRunner) -> None:
@@ -567,7 +598,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         """
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     parent = subprocess.Popen(
         [sys.executable, "-c", script],

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from placewright.backends.base import Array, RunConfig
+from placewright.backends.base import Array, Program, RunConfig
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child, free_ports, share_cores
 from placewright.backends.tensorflow import BACKEND, TensorFlowRunConfig
@@ -29,12 +29,13 @@ class TensorFlowRunner(ProcessRunner):
 
     def __init__(
         self,
-        program: TensorFlowProgram,
+        program: Program,
         cluster: Cluster,
         config: RunConfig | None = None,
         *,
         feeds: Mapping[str, Array] | None = None,
     ) -> None:
+        assert isinstance(program, TensorFlowProgram), f"a program of {program.backend}"
         config = config or TensorFlowRunConfig()
         if not isinstance(config, TensorFlowRunConfig):
             config = TensorFlowRunConfig(**vars(config))
