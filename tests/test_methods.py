@@ -15,7 +15,7 @@ from placewright.errors import SearchError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.placers.base import Placer
-from placewright.problem import Constraints, Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.search import Budget, search
 from placewright.testing import check_placer, gpu_boards, layered_graph, random_problem
 
@@ -47,7 +47,7 @@ def test_contract_with_kernels_and_constraints(name: str) -> None:
     problem = make_problem(
         Graph.from_ops("restricted", ops, edges),
         Cluster.load("k80x4"),
-        constraints=Constraints(pins=(("op3$", "gpu:1"),), forbidden_devices=("gpu:2",)),
+        ProblemConfig(pins=(("op3$", "gpu:1"),), forbidden_devices=("gpu:2",)),
     )
     check_placer(lambda p, s: make(name, p, s), problem, count=16)
 

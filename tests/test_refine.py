@@ -29,7 +29,7 @@ from placewright.measuring import Measuring, search_measured
 from placewright.metrics import read_metrics
 from placewright.placement import Placement
 from placewright.placers.base import Placer
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.refine import RefineConfig, Remembering, _Refinement, refine
 from placewright.search import Budget, Progress, search
 from placewright.simulator import Simulator
@@ -40,7 +40,7 @@ QUICK = RefineConfig(simulate_seconds=1.0, candidates=2, finalists=2)
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return make_problem(layered_graph(60, 4), Cluster.load("cpu2"), target_groups=8)
+    return make_problem(layered_graph(60, 4), Cluster.load("cpu2"), ProblemConfig(groups=8))
 
 
 class Devices:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from placewright.measurement import Measurement, Outcome, Trial
     from placewright.placement import Placement
     from placewright.placers.base import Placer
-    from placewright.problem import Constraints, Problem, make_problem
+    from placewright.problem import Problem, ProblemConfig, make_problem
 
 _HOME = {
     "api": ("Result", "place"),
@@ -45,15 +45,15 @@ _HOME = {
     "measurement": ("Measurement", "Outcome", "Trial"),
     "placement": ("Placement",),
     "placers.base": ("Placer",),
-    "problem": ("Constraints", "Problem", "make_problem"),
+    "problem": ("ProblemConfig", "Problem", "make_problem"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "Cluster", "Constraints", "Costs", "Device", "DeviceKind", "Edge", "Evaluator", "Graph",
+    "Cluster", "Costs", "Device", "DeviceKind", "Edge", "Evaluator", "Graph",
     "Grouping", "Link", "Measurement", "Op", "Outcome", "Placement", "Placer", "PlacewrightError",
-    "Problem", "Result", "ScopeRule", "SimulatedEvaluator", "Tensor", "Trial", "__version__",
-    "estimate_costs", "load", "make_problem", "place",
+    "Problem", "ProblemConfig", "Result", "ScopeRule", "SimulatedEvaluator", "Tensor", "Trial",
+    "__version__", "estimate_costs", "load", "make_problem", "place",
 ]  # fmt: skip
 
 

@@ -23,9 +23,10 @@ from placewright.graph import Graph
 from placewright.journal import Journal
 from placewright.measurement import Trial
 from placewright.placement import Placement
-from placewright.problem import Constraints, Problem, make_problem
-from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
+from placewright.problem import Problem, ProblemConfig, make_problem
+from placewright.search import Budget, MethodResult, Progress, better, search
 from placewright.simulator import Simulator, lower_bounds
+from placewright.units import parse_duration
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
@@ -225,7 +226,7 @@ def place(
     budget: float | str | None = None,
     trials: int | None = None,
     seed: int = 0,
-    constraints: Constraints | None = None,
+    constraints: ProblemConfig | None = None,
     directory: str | Path | None = None,
     learner: Sequence[str] = (),
     policy: str | Path | None = None,
@@ -252,7 +253,7 @@ def place(
         problem = graph
     else:
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-        problem = make_problem(load(graph), cluster, constraints=constraints)
+        problem = make_problem(load(graph), cluster, constraints)
     if budget is None and trials is None:
         budget = 60.0
     seconds = parse_duration(budget) if isinstance(budget, str) else budget

@@ -9,7 +9,6 @@ each other down) is fitted to the step times of a few placements.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from placewright import cluster as cluster_format
 from placewright.backends.config import RunConfig
 from placewright.backends.tensorflow.runner import Run, TensorFlowRunner
 from placewright.cluster import Cluster, Link
-from placewright.costs import FORMAT, Costs, Source, estimate_costs
+from placewright.costs import FORMAT, Costs, Source, estimate_costs, same_devices, with_own_limits
 from placewright.errors import CostsError, WorkerError
 from placewright.files import read_json, write_json
 from placewright.graph import FloatArray, Graph, frozen
@@ -31,8 +30,6 @@ from placewright.placement import Placement
 from placewright.placers.heft import heft
 from placewright.problem import Problem
 from placewright.simulator import Simulator
-
-logger = logging.getLogger(__name__)
 
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the tensors that links are timed with."""
@@ -94,46 +91,14 @@ class Calibration:
             raise CostsError(f"{path}: costs of another graph; move it away")
         found = cluster_format.from_document(document["cluster"], where=str(path))
         own = problem.cluster
-        if not _same_devices(found, own):
+        if not same_devices(found, own):
             raise CostsError(
                 f"{path}: costs of cluster {found.name!r}, not of {own.name!r}; move it away"
             )
         return Calibration(
             table=Costs.from_json(document, problem.graph, where=str(path)),
-            cluster=_with_own_limits(found, own),
+            cluster=with_own_limits(found, own),
         )
-
-
-def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
-    """The cluster as a costs file found it: where it says nothing, or is of another, unchanged."""
-    document = read_json(path, CostsError, what="costs")
-    described = document.get("cluster") if isinstance(document, dict) else None
-    if described is None:
-        return cluster
-    found = cluster_format.from_document(described, where=str(path))
-    if _same_devices(found, cluster):
-        return _with_own_limits(found, cluster)
-    logger.warning(
-        "%s: links were measured on cluster %r with %s; those of %r are taken as it describes them",
-        path,
-        found.name,
-        ", ".join(found.device_names),
-        cluster.name,
-    )
-    return cluster
-
-
-def _same_devices(found: Cluster, cluster: Cluster) -> bool:
-    return (found.name, found.device_names) == (cluster.name, cluster.device_names)
-
-
-def _with_own_limits(found: Cluster, cluster: Cluster) -> Cluster:
-    """The user's own limits on memory stay."""
-    devices = tuple(
-        dataclasses.replace(device, memory_bytes=own.memory_bytes)
-        for device, own in zip(found.devices, cluster.devices, strict=True)
-    )
-    return dataclasses.replace(found, devices=devices)
 
 
 # --- ops -----------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,14 +38,6 @@ _CHECKPOINT_SECONDS = 10.0
 _MOST_REMEMBERED = 100_000
 """Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
 memory of a long search."""
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m` or `1h`."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)(ms|s|m|h)?\s*", text)
-    if not match:
-        raise SearchError(f"{text!r} is not a time such as 90s, 5m or 1h")
-    return float(match[1]) * {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}[match[2]]
 
 
 @dataclass(frozen=True, kw_only=True)

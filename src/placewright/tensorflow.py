@@ -12,7 +12,7 @@ from typing import Any
 from placewright.api import place
 from placewright.cluster import Cluster
 from placewright.errors import ModelError
-from placewright.problem import Constraints
+from placewright.problem import ProblemConfig
 
 __all__ = ["place_graph"]
 
@@ -25,7 +25,7 @@ def place_graph(
     batch: int | None = None,
     method: str = "auto",
     seed: int = 0,
-    constraints: Constraints | None = None,
+    constraints: ProblemConfig | None = None,
 ) -> Any:
     """A copy of a MetaGraphDef with the device of every op of its step set.
 

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright import Cluster, Edge, Graph, Op, Placement, Problem, Tensor, make_problem, place
+from placewright import (
+    Cluster,
+    Edge,
+    Graph,
+    Op,
+    Placement,
+    Problem,
+    ProblemConfig,
+    Tensor,
+    make_problem,
+    place,
+)
 from placewright.calibration import Calibration
 from placewright.errors import ReportError, SearchError
 from placewright.graph import frozen
@@ -119,10 +130,10 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     run = read_run(tmp_path)
     # As measured in turns.
     assert "1.25 times as fast as the expert's placement (± 0.10)" in answer(run)
-    assert "takes 50.0 ms (measured, 95% within ± 2.0 ms)" in answer(run)
+    assert "takes 50.00 ms (measured, 95% within ± 2.00 ms)" in answer(run)
     assert run.best is not None
     assert run.best.measurement.mean_seconds == 0.05  # not the journal's
-    assert "50.0 ms" in answer(run)
+    assert "50.00 ms" in answer(run)
     assert "left to gain" not in answer(run)
     # Of several devices that are equal, the one that was in the final.
     (single,) = (row for row in run.summary["methods"] if row["method"] == "single")
@@ -169,7 +180,7 @@ def test_a_measured_run_is_drawn_under_the_costs_it_found(
     assert predicted > 0.06
     said = basis(run)
     assert "under costs calibrated to this machine by the run" in said
-    assert f"they predict {1e3 * predicted:.1f} ms for this placement, measured 50.0 ms (+" in said
+    assert f"they predict {1e3 * predicted:.2f} ms for this placement, measured 50.00 ms (+" in said
     assert explain(run)[0].lines == (answer(run), said)
     data = embedded(write_report(tmp_path, what_if=SHORT))["runs"][0]
     assert data["basis"] == said
@@ -190,7 +201,7 @@ def test_a_measured_run_without_a_calibration_says_so(run_directory: Path, tmp_p
     assert not run.calibrated
     # The graph of this run brings times of its own.
     assert "under the costs the run was given, which it did not correct" in basis(run)
-    estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=6)
+    estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), ProblemConfig(groups=6))
     result = dataclasses.replace(place(estimated, method="single"), measured=True)
     result.save(tmp_path / "estimated")
     assert "estimated costs, which were not fitted" in basis(read_run(tmp_path / "estimated"))
@@ -318,7 +329,7 @@ def test_bars_merge_until_they_are_few() -> None:
 
 
 def test_memory_is_thinned_without_losing_the_peak() -> None:
-    problem = make_problem(layered_graph(4000, 20), Cluster.load("k80x2"), target_groups=40)
+    problem = make_problem(layered_graph(4000, 20), Cluster.load("k80x2"), ProblemConfig(groups=40))
     placement = Placement.of(problem, [i % 2 + 1 for i in range(40)])
     timeline = Simulator(problem).timeline(placement)
     for device, (seconds, sizes) in enumerate(analysis.memory_curves(timeline)):
@@ -327,7 +338,7 @@ def test_memory_is_thinned_without_losing_the_peak() -> None:
 
 
 def test_layers_go_forward_and_do_not_overlap() -> None:
-    problem = make_problem(layered_graph(2000, 10), Cluster.load("k80x2"), target_groups=60)
+    problem = make_problem(layered_graph(2000, 10), Cluster.load("k80x2"), ProblemConfig(groups=60))
     edges = analysis.group_edges(problem)
     layer, height = analysis.layered(problem.num_groups, edges)
     for a, b in zip(edges.source.tolist(), edges.target.tolist(), strict=True):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placewright.cli import common, evaluation
+from placewright.cli.options import UsageError
+from placewright.units import parse_duration
 
 if TYPE_CHECKING:
     from placewright.backends.config import RunConfig
@@ -81,15 +83,14 @@ def configured(
             "--max-staleness": max_staleness,
         }.items():
             if value is not None:
-                raise common.UsageError(f"{name} means nothing without --workers")
+                raise UsageError(f"{name} means nothing without --workers")
         return None
     from placewright.distributed.config import TeamConfig, check_installed, parse_resources
-    from placewright.search import parse_duration
 
     if controllers is not None and controllers < 1:
-        raise common.UsageError(f"--controllers {controllers}: at least one, or leave it out")
+        raise UsageError(f"--controllers {controllers}: at least one, or leave it out")
     if controllers is None and max_staleness is not None:
-        raise common.UsageError("--max-staleness means nothing without --controllers")
+        raise UsageError("--max-staleness means nothing without --controllers")
     check_installed("--controllers" if controllers else "--workers")
     return TeamConfig(
         controllers=controllers or 0,
@@ -115,7 +116,7 @@ def choose(
         wanted = wanted or evaluation.SIMULATE
     how = evaluation.choose(wanted, model, cluster, resume, budget, real)
     if config is not None and how == evaluation.BOTH:
-        raise common.UsageError(
+        raise UsageError(
             f"--workers goes with --evaluate {evaluation.SIMULATE} or {evaluation.MEASURE}, not "
             f"with {evaluation.BOTH}"
         )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from placewright.backends import is_graph_file
+from placewright.backends.config import RunConfig
 from placewright.cli import common
+from placewright.cli.options import Only, UsageError
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, SearchError
 
 if TYPE_CHECKING:
     from placewright.api import Result
-    from placewright.backends.config import RunConfig
     from placewright.backends.tensorflow.program import Program
     from placewright.backends.tensorflow.runner import TensorFlowRunner
     from placewright.distributed.team import Team
@@ -30,33 +31,13 @@ FeedsOption = Annotated[
         "--feeds", metavar="FILE", help="An .npz file with the inputs; made up when not given."
     ),
 ]
-TimeLimitOption = Annotated[
-    float, typer.Option("--time-limit", metavar="SECONDS", help="Most time for one real run.")
-]
-LimitMemoryOption = Annotated[
-    bool,
-    typer.Option("--limit-memory", help="Hold CPU devices to the memory the cluster says."),
-]
-AddressOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--address",
-        metavar="DEVICE=HOST:PORT",
-        help="A TensorFlow server already running; for each device.",
-    ),
-]
+RealRuns = Annotated[RunConfig, Only("time_limit_seconds", "limit_memory", "addresses")]
 
 
-def run_config(
-    address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any
-) -> RunConfig:
-    """The settings of real runs as the options say."""
-    from placewright.backends.config import RunConfig
+def feeds_from(path: str | None) -> Mapping[str, Any] | None:
+    from placewright.backends.feeds import load_feeds
 
-    addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
-    return RunConfig(
-        time_limit_seconds=time_limit, limit_memory=limit_memory, addresses=addresses, **more
-    )
+    return None if path is None else load_feeds(path)
 
 
 def choose(
@@ -76,7 +57,7 @@ def choose(
     from placewright.backends.tensorflow.runner import has_tensorflow
 
     if wanted not in (None, SIMULATE, MEASURE, BOTH):
-        raise common.UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
+        raise UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
     if resume is not None:
         began = began_with(resume)
         if wanted is not None and began not in (None, wanted):
@@ -110,7 +91,6 @@ def require_here(cluster: Cluster, config: RunConfig) -> None:
 def affordable(how: str, problem: Problem, budget: Budget) -> str:
     """`how`, or `simulate` where nobody asked for real runs and they would take too long or too
     much memory."""
-    from placewright.backends.config import RunConfig
     from placewright.calibration import everything_on
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.refine import enough_for
@@ -136,16 +116,14 @@ def devices(
     how: str, program: Program | None, cluster: Cluster, config: RunConfig, feeds: str | None
 ) -> Iterator[TensorFlowRunner | None]:
     """The runner, where one is needed, started before the clock of the search is."""
-    from placewright.backends.feeds import load_feeds
     from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if how == SIMULATE or program is None:
         if feeds is not None and how == SIMULATE and program is None:
-            raise common.UsageError("--feeds means nothing in the simulator")
+            raise UsageError("--feeds means nothing in the simulator")
         yield None
         return
-    given = None if feeds is None else load_feeds(feeds)
-    with TensorFlowRunner(program, cluster, config, feeds=given) as runner:
+    with TensorFlowRunner(program, cluster, config, feeds=feeds_from(feeds)) as runner:
         with common.status("starting the devices' processes ..."):
             runner.start()
         yield runner

@@ -17,17 +17,20 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from placewright.backends.base import LoadOptions
 from placewright.cli import common, distribution, evaluation
 from placewright.cli.evaluation import FeedsOption
+from placewright.cli.options import add_command
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
 from placewright.errors import SearchError, WorkerError
+from placewright.problem import Problem, ProblemConfig
+from placewright.units import format_seconds, parse_duration
 
 if TYPE_CHECKING:
     from placewright.api import Result
     from placewright.distributed.team import Team
     from placewright.measurement import Trial
-    from placewright.problem import Problem
     from placewright.search import Budget
     from placewright.search import Progress as SearchProgress
 
@@ -69,13 +72,14 @@ SeedOption = Annotated[int, typer.Option(help="The same seed gives the same simu
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(place)
-    app.command()(compare)
-    app.command()(methods)
+    add_command(app, place)
+    add_command(app, compare)
+    add_command(app, methods)
 
 
 def place(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
     method: MethodOption = "auto",
     budget: BudgetOption = None,
@@ -96,12 +100,7 @@ def place(
     html: Annotated[
         bool, typer.Option("--report/--no-report", help="Also write report.html.")
     ] = True,
-    pin: common.PinOption = None,
-    forbid: common.ForbidOption = None,
-    together: common.TogetherOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    costs: common.CostsOption = None,
+    problem: ProblemConfig,
     evaluate: Annotated[
         str | None,
         typer.Option(
@@ -112,20 +111,14 @@ def place(
         ),
     ] = None,
     feeds: FeedsOption = None,
-    time_limit: evaluation.TimeLimitOption = 120.0,
-    limit_memory: evaluation.LimitMemoryOption = False,
-    address: evaluation.AddressOption = None,
+    real: evaluation.RealRuns,
     controllers: distribution.ControllersOption = None,
     workers: distribution.WorkersOption = None,
     ray_address: distribution.RayAddressOption = None,
     worker_resource: distribution.WorkerResourceOption = None,
     trial_timeout: distribution.TrialTimeoutOption = "5m",
     max_staleness: distribution.MaxStalenessOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Find a fast placement of a model on a cluster, and leave it in a directory.
@@ -143,31 +136,27 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
-    real = evaluation.run_config(address, time_limit, limit_memory)
     how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
     program = None
     if how == evaluation.SIMULATE:
-        graph = common.load_graph(model, scale, batch, dim, signature, fetch)
+        graph = common.load_graph(model, load)
     else:
-        program = common.load_program(model, scale, batch, dim, signature, fetch)
+        program = common.load_program(model, load)
         graph = program.graph
-    problem = common.load_problem(
-        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
-        together=together, costs=costs,
-    )  # fmt: skip
+    made = common.load_problem(graph, machine, problem)
     if evaluate is None and resume is None and how != evaluation.SIMULATE:
-        how = evaluation.affordable(how, problem, limits)
+        how = evaluation.affordable(how, made, limits)
     with (
         # Workers have devices of their own.
         evaluation.devices(
             how if team_config is None else evaluation.SIMULATE, program, machine, real, feeds
         ) as runner,
         stop_on_interrupt() as stopped,
-        distribution.team(team_config, problem, program, real, feeds) as team,
+        distribution.team(team_config, made, program, real, feeds) as team,
         _progress(limits, team) as observe,
     ):
         result = evaluation.run(
-            how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
+            how, made, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
             stop=lambda: bool(stopped), learner=learner or (), policy=policy, team=team,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
@@ -178,7 +167,7 @@ def place(
     if as_json:
         common.print_json(result.summary(command))
     else:
-        _print_table(problem, result.table, result.best_single)
+        _print_table(made, result.table, result.best_single)
         _print_answer(result, directory)
     if html:
         # After the answer, which nobody should have to wait for.
@@ -196,6 +185,7 @@ def place(
 
 def compare(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
     method: Annotated[
         str,
@@ -219,17 +209,8 @@ def compare(
     seed: SeedOption = 0,
     learner: LearnerOption = None,
     policy: PolicyOption = None,
-    pin: common.PinOption = None,
-    forbid: common.ForbidOption = None,
-    together: common.TogetherOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    costs: common.CostsOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    problem: ProblemConfig,
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Compare methods on a model and a cluster, each on its own.
@@ -245,11 +226,8 @@ def compare(
     registry.check_learner(list(dict.fromkeys(everyone)), learner or (), policy)
     limits = _budget(budget, trials, "20s")
     machine = Cluster.load(cluster)
-    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
-        together=together, costs=costs,
-    )  # fmt: skip
+    graph = common.load_graph(model, load)
+    made = common.load_problem(graph, machine, problem)
     table: list[dict[str, Any]] = []
     bound = 0.0
     single = None
@@ -259,7 +237,7 @@ def compare(
                 break
             with common.status(f"running {name} ..."):
                 result = api.run(
-                    problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
+                    made, chosen, limits, seed=seed, stop=lambda: bool(stopped),
                     learner=learner or (), policy=policy,
                 )  # fmt: skip
             table.append(_as_one_row(name, result))
@@ -269,8 +247,8 @@ def compare(
     if as_json:
         common.print_json({"methods": table, "lower_bound_seconds": bound})
     else:
-        _print_table(problem, table, single)
-        common.console.print(f"no placement can be faster than {common.format_seconds(bound)}")
+        _print_table(made, table, single)
+        common.console.print(f"no placement can be faster than {format_seconds(bound)}")
     if stopped:
         raise typer.Exit(130)
 
@@ -295,7 +273,7 @@ def methods(as_json: common.JsonOption = False) -> None:
 
 
 def _budget(budget: str | None, trials: int | None, default: str) -> Budget:
-    from placewright.search import Budget, parse_duration
+    from placewright.search import Budget
 
     if budget is None and trials is None:
         budget = default
@@ -403,7 +381,7 @@ def _learning(metrics: dict[str, float] | None) -> str:
         return ""
     return (
         f", update {metrics['update']:,.0f}: mean "
-        f"{common.format_seconds(metrics['step_seconds_mean'])}, entropy {metrics['entropy']:.2f}, "
+        f"{format_seconds(metrics['step_seconds_mean'])}, entropy {metrics['entropy']:.2f}, "
         f"{metrics['failure_share']:.0%} failed"
     )
 
@@ -412,11 +390,7 @@ def _found(trial: Trial | None) -> str:
     if trial is None:
         return "..."
     measurement = trial.measurement
-    return (
-        common.format_seconds(measurement.mean_seconds)
-        if measurement.ok
-        else measurement.outcome.value
-    )
+    return format_seconds(measurement.mean_seconds) if measurement.ok else measurement.outcome.value
 
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
@@ -462,7 +436,7 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             peaks = [max(peaks, key=lambda pair: pair[0] / pair[1])]
         table.add_row(
             entry["method"],
-            common.format_seconds(seconds) if seconds is not None else entry["outcome"],
+            format_seconds(seconds) if seconds is not None else entry["outcome"],
             ratio,
             *(
                 f"[red]{peak / scale:.1f}[/red]" if peak > limit else f"{peak / scale:.1f}"
@@ -492,13 +466,13 @@ def _print_answer(result: Result, directory: str) -> None:
     devices = result.problem.cluster.device_names
     used = sorted(set(result.placement.devices.tolist()))
     on = ", ".join(common.escaped(devices[d]) for d in used)
-    step = common.format_seconds(result.step_seconds)
+    step = format_seconds(result.step_seconds)
     how = "simulated"
     if result.measured:
         half_width = result.best.measurement.half_width_seconds
         how = "measured once"
         if half_width is not None:
-            how = f"measured, 95% within ± {common.format_seconds(half_width)}"
+            how = f"measured, 95% within ± {format_seconds(half_width)}"
     say(f"[bold]{step}[/bold] a step on {on} ({how}), found by {result.best.placer}")
     single = result.best_single
     if single is not None:
@@ -511,7 +485,7 @@ def _print_answer(result: Result, directory: str) -> None:
     for other in result.comparisons:
         spread = "" if other.half_width is None else f" ± {other.half_width:.3f}"
         say(f"in turns with {other.method}: {other.ratio:.3f}{spread} times as fast")
-    bound = common.format_seconds(result.lower_bound_seconds)
+    bound = format_seconds(result.lower_bound_seconds)
     if result.measured:
         pass  # what is proven of the simulator is not of the machine
     elif result.gap < 1e-6:

@@ -6,20 +6,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from placewright.backends.base import LoadOptions
 from placewright.cli import common
+from placewright.cli.options import Only, add_command
 from placewright.cli.place import LearnerOption, SeedOption, stop_on_interrupt
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
+from placewright.units import format_seconds, parse_duration
 
 if TYPE_CHECKING:
     from placewright.learning.train import Training
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(train)
+    add_command(app, train)
 
 
 def train(
+    *,
     models: Annotated[
         str, typer.Option(metavar="MODEL[,MODEL...]", help="Names or files to train on.")
     ],
@@ -40,7 +44,7 @@ def train(
     ] = None,
     learner: LearnerOption = None,
     seed: SeedOption = 0,
-    scale: common.ScaleOption = "paper",
+    load: Annotated[LoadOptions, Only("scale")],
     as_json: common.JsonOption = False,
 ) -> None:
     """Train one policy on several models and clusters, to start from on others.
@@ -52,7 +56,7 @@ def train(
     from placewright import methods
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.problem import make_problem
-    from placewright.search import Budget, parse_duration
+    from placewright.search import Budget
 
     if budget is None and trials is None:
         budget = "10m"
@@ -70,9 +74,7 @@ def train(
     config = configured(PPO, learner or ())
     start = None if policy is None else Policy.load(policy)
     machines = [Cluster.load(cluster) for cluster in clusters.split(",")]
-    graphs = [
-        common.load_graph(model, scale, None, None, None, None) for model in models.split(",")
-    ]
+    graphs = [common.load_graph(model, load) for model in models.split(",")]
     lessons = []
     for graph in graphs:
         for machine in machines:
@@ -91,7 +93,7 @@ def train(
         def observe(training: Training) -> None:
             state[:] = [training]
             best = ", ".join(
-                f"{name} {common.format_seconds(trial.measurement.mean_seconds)}"
+                f"{name} {format_seconds(trial.measurement.mean_seconds)}"
                 for name, trial in zip(names, training.best, strict=True)
                 if trial is not None and trial.measurement.ok
             )
