@@ -188,8 +188,8 @@ class ProblemConfig:
     together: tuple[str, ...] = ()
     """Groups with a matching op become one."""
     group_by: tuple[ScopeRule, ...] = ()
-    """Ops whose name contains REGEX form the group LABEL, which may use \\1. Without any, the graph's
-    own rules hold, or else groups are made automatically."""
+    """Ops whose name contains REGEX form the group LABEL, which may use \\1. Without any, the
+    graph's own rules hold, or else groups are made automatically."""
     groups: int | None = None
     """Merge down to at most about so many groups."""
     costs: tuple[Costs | str | Path, ...] = ()

@@ -111,7 +111,8 @@ def _option(
     kind = _hints(config)[name]
     if isinstance(kind, types.UnionType):
         kind = next(part for part in get_args(kind) if part is not types.NoneType)
-    default, read = field.default, _as_it_is
+    default: Any = field.default
+    read: Callable[[Any], Any] = _as_it_is
     if get_origin(kind) in (tuple, Sequence, Mapping):
         about = f"{about.rstrip('.')}; repeatable."
         default, read = None, functools.partial(_read_all, shown, name, kind)
@@ -178,7 +179,7 @@ def split(text: str, option: str, form: str) -> tuple[str, str]:
 @functools.cache
 def field_docs(config: type) -> dict[str, str]:
     """The string under each field of a class and of those it inherits; Python forgets them."""
-    found = {}
+    found: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
         for field, text in _docs_in(inspect.getfile(base)).get(base.__name__, {}).items():
             found[field] = text or found.get(field, "")

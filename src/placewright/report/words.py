@@ -358,7 +358,7 @@ def _too_much(run: Run, timeline: Timeline) -> list[str]:
         ]
         lines.append(
             f"{device.name} would need {format_bytes(peak)} of "
-            f"{format_bytes(device.memory_bytes)}: {format_bytes(variables)} of variables, and the tensors "
-            f"{listed(tensors) or 'of nothing else'}."
+            f"{format_bytes(device.memory_bytes)}: {format_bytes(variables)} of variables, "
+            f"and the tensors {listed(tensors) or 'of nothing else'}."
         )
     return lines
