@@ -16,7 +16,6 @@ block, of any language, to a file.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -224,16 +223,14 @@ def test_every_metric_is_explained() -> None:
 
 
 def test_every_setting_has_a_meaning() -> None:
-    for needed in ("sphinx", "torch"):
-        pytest.importorskip(needed)
-    from placewright.backends.config import RunConfig
+    pytest.importorskip("torch")
+    from placewright.backends import LoadOptions, every
+    from placewright.cli.options import field_docs
+    from placewright.distributed.config import TeamConfig
     from placewright.learning.config import LearnerConfig
     from placewright.learning.policy import PolicyConfig
+    from placewright.problem import ProblemConfig
 
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    for config in (LearnerConfig, PolicyConfig, RunConfig):
-        assert all(reference.field_docs(config).values())
+    configs = [LearnerConfig, PolicyConfig, LoadOptions, ProblemConfig, TeamConfig]
+    for config in (*configs, *(backend.run_config for backend in every())):
+        assert all(field_docs(config).values()), config

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from placewright import backends
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
-from placewright.cli.evaluation import FeedsOption, RealRuns, feeds_from, require_here
+from placewright.cli.evaluation import FeedsOption, RealRuns, feeds_from, require_here, run_config
 from placewright.cli.options import Only, UsageError, add_command
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
 from placewright.files import check_new, write_text
+from placewright.placement import everything_on
 from placewright.problem import Problem, ProblemConfig
 from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright.backends import Runner
     from placewright.calibration import Fidelity
 
 
@@ -71,16 +73,15 @@ def calibrate(
 
     Example: placewright calibrate rnnlm --scale small --cluster cpu2 -o costs.json --check 20
     """
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
-
     if options.output is None and not (problem.costs and options.check):
         raise UsageError("give -o FILE for the costs, or --costs FILE --check N")
     machine = Cluster.load(cluster)
-    require_here(machine, real)
+    config = run_config(model, real)
+    require_here(model, machine, config)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)
-    with TensorFlowRunner(program, machine, real, feeds=inputs) as runner:
+    with backends.runner(program, machine, config, feeds=inputs) as runner:
         facts, fidelity = _calibrated(made, runner, options)
     if as_json:
         common.print_json(facts)
@@ -91,10 +92,11 @@ def calibrate(
 
 
 def _calibrated(
-    problem: Problem, runner: TensorFlowRunner, options: CalibrationOptions
+    problem: Problem, runner: Runner, options: CalibrationOptions
 ) -> tuple[dict[str, Any], Fidelity | None]:
     """What was found out, and how well it predicts fresh placements where that was asked for."""
     from placewright import calibration
+    from placewright.placers.heft import heft
 
     facts: dict[str, Any] = {"model": problem.graph.name, "cluster": problem.cluster.name}
     with common.status("calibrating ...") as say:
@@ -102,7 +104,7 @@ def _calibrated(
         pace = None
         if options.output is not None:
             found = calibration.calibrate(
-                problem, runner, fitted_to, say=lambda text: say(f"{text} ...")
+                problem, runner, fitted_to, propose=heft, say=lambda text: say(f"{text} ...")
             )
             found.save(options.output, problem.graph)
             problem, pace = found.problem(problem), found.pace
@@ -123,7 +125,7 @@ def _calibrated(
             return facts, None
         say("measuring fresh placements ...")
         # Other ones than those the costs were fitted to, single devices among them.
-        singles = [calibration.everything_on(problem, d) for d in range(problem.num_devices)]
+        singles = [everything_on(problem, d) for d in range(problem.num_devices)]
         fresh = calibration.varied_placements(
             problem, options.check, options.seed + 1_000_003, without=[*fitted_to, *singles]
         )

@@ -21,7 +21,7 @@ from placewright.graph import Graph
 from placewright.problem import Problem, ProblemConfig, make_problem
 
 if TYPE_CHECKING:
-    from placewright.backends.tensorflow.program import Program
+    from placewright.backends import Program
     from placewright.placement import Placement
 
 console = Console(highlight=False)
@@ -64,9 +64,9 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """For the shell; it adds files by itself."""
-    from placewright.backends.tensorflow.models import NAMES
+    from placewright.backends import model_names
 
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def complete_clusters(incomplete: str) -> list[str]:
@@ -114,9 +114,10 @@ def load_graph(model: str, options: LoadOptions) -> Graph:
 def load_program(model: str, options: LoadOptions) -> Program:
     """The model as something that can be run, not only placed."""
     from placewright import backends
-    from placewright.backends.tensorflow.runner import check_tensorflow
 
-    check_tensorflow()
+    backend = backends.backend_of(model)
+    if backend is not None:
+        backend.check_installed()
     with status(f"reading {model} ..."):
         return backends.load_program(model, **vars(options))
 

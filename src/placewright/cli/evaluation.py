@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placewright.backends import is_graph_file
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, backend_of, every
 from placewright.cli import common
-from placewright.cli.options import Only, UsageError
+from placewright.cli.options import Only, UsageError, option_names
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, SearchError
 
 if TYPE_CHECKING:
     from placewright.api import Result
-    from placewright.backends.tensorflow.program import Program
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright.backends import Program, Runner
+    from placewright.backends.base import Array
     from placewright.distributed.team import Team
     from placewright.problem import Problem
     from placewright.search import Budget
@@ -31,10 +31,30 @@ FeedsOption = Annotated[
         "--feeds", metavar="FILE", help="An .npz file with the inputs; made up when not given."
     ),
 ]
-RealRuns = Annotated[RunConfig, Only("time_limit_seconds", "limit_memory", "addresses")]
+RunOptions: type[RunConfig] = make_dataclass(
+    "RunOptions", [], bases=tuple({b.run_config: None for b in every()}), frozen=True, kw_only=True
+)
+"""All settings of real runs that some backend has."""
+
+RealRuns = Annotated[
+    RunConfig, Only("time_limit_seconds", "limit_memory", "addresses", config=RunOptions)
+]
 
 
-def feeds_from(path: str | None) -> Mapping[str, Any] | None:
+def run_config(model: str, given: RunConfig, **more: Any) -> RunConfig:
+    """What was given, as the settings of the backend that reads the model."""
+    backend = backend_of(model)
+    if backend is None:
+        return given
+    blank, known = type(given)(), {field.name for field in fields(backend.run_config)}
+    for field in fields(given):
+        if field.name not in known and getattr(given, field.name) != getattr(blank, field.name):
+            option = option_names(field.name)[0]
+            raise UsageError(f"{option} means nothing for a model of {backend.name}")
+    return backend.run_config(**{name: getattr(given, name) for name in known} | more)
+
+
+def feeds_from(path: str | None) -> Mapping[str, Array] | None:
     from placewright.backends.feeds import load_feeds
 
     return None if path is None else load_feeds(path)
@@ -53,8 +73,7 @@ def choose(
     A run that is continued goes on as it began: its journal's times are of one kind.
     """
     from placewright.api import RUN_FILE, began_with
-    from placewright.backends.here import why_not_here
-    from placewright.backends.tensorflow.runner import has_tensorflow
+    from placewright.backends import why_not_run
 
     if wanted not in (None, SIMULATE, MEASURE, BOTH):
         raise UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
@@ -68,19 +87,17 @@ def choose(
     if wanted is None:
         if budget.seconds is None:  # trials alone are mostly meant for the simulator
             return SIMULATE
-        here = cluster.num_devices > 1 and (config.addresses or not why_not_here(cluster))
-        runnable = not is_graph_file(model) and has_tensorflow()
-        return BOTH if here and runnable else SIMULATE
+        here = cluster.num_devices > 1 and not why_not_run(model, cluster, config)
+        return BOTH if here else SIMULATE
     if wanted != SIMULATE:
-        require_here(cluster, config)
+        require_here(model, cluster, config)
     return wanted
 
 
-def require_here(cluster: Cluster, config: RunConfig) -> None:
+def require_here(model: str, cluster: Cluster, config: RunConfig) -> None:
     """Raises when the cluster's devices are neither those of this machine nor have addresses."""
-    from placewright.backends.here import why_not_here
-
-    reason = "" if config.addresses else why_not_here(cluster)
+    backend = backend_of(model)
+    reason = "" if backend is None else backend.why_not_here(cluster, config)
     if reason:
         raise ClusterError(
             f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
@@ -91,8 +108,8 @@ def require_here(cluster: Cluster, config: RunConfig) -> None:
 def affordable(how: str, problem: Problem, budget: Budget) -> str:
     """`how`, or `simulate` where nobody asked for real runs and they would take too long or too
     much memory."""
-    from placewright.calibration import everything_on
     from placewright.evaluators.simulated import SimulatedEvaluator
+    from placewright.placement import everything_on
     from placewright.refine import enough_for
 
     singles = [everything_on(problem, device) for device in range(problem.num_devices)]
@@ -114,16 +131,16 @@ def affordable(how: str, problem: Problem, budget: Budget) -> str:
 @contextmanager
 def devices(
     how: str, program: Program | None, cluster: Cluster, config: RunConfig, feeds: str | None
-) -> Iterator[TensorFlowRunner | None]:
+) -> Iterator[Runner | None]:
     """The runner, where one is needed, started before the clock of the search is."""
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright import backends
 
     if how == SIMULATE or program is None:
         if feeds is not None and how == SIMULATE and program is None:
             raise UsageError("--feeds means nothing in the simulator")
         yield None
         return
-    with TensorFlowRunner(program, cluster, config, feeds=feeds_from(feeds)) as runner:
+    with backends.runner(program, cluster, config, feeds=feeds_from(feeds)) as runner:
         with common.status("starting the devices' processes ..."):
             runner.start()
         yield runner
@@ -132,7 +149,7 @@ def devices(
 def run(
     how: str,
     problem: Problem,
-    runner: TensorFlowRunner | None,
+    runner: Runner | None,
     methods: Sequence[str],
     budget: Budget,
     *,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.table import Table
 
-from placewright.backends.base import LoadOptions
-from placewright.backends.config import RunConfig
+from placewright import backends
+from placewright.backends.base import LoadOptions, RunConfig
 from placewright.cli import common
 from placewright.cli.common import PlacementOptions
-from placewright.cli.evaluation import FeedsOption, feeds_from, require_here
+from placewright.cli.evaluation import FeedsOption, RunOptions, feeds_from, require_here, run_config
 from placewright.cli.options import Only, add_command
 from placewright.cluster import Cluster, preset_names
 from placewright.problem import ProblemConfig
 from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from placewright.backends.tensorflow.runner import Run
+    from placewright.backends import Run
 
 
 def add_to(app: typer.Typer) -> None:
@@ -38,7 +37,15 @@ def measure(
         int, typer.Option(metavar="N", help="Steps to run; the first warms up and is not counted.")
     ] = 10,
     real: Annotated[
-        RunConfig, Only("time_limit_seconds", "limit_memory", "optimize", "check", "addresses")
+        RunConfig,
+        Only(
+            "time_limit_seconds",
+            "limit_memory",
+            "optimize",
+            "check",
+            "addresses",
+            config=RunOptions,
+        ),
     ],
     problem: Annotated[ProblemConfig, Only("group_by", "groups", "together")],
     load: LoadOptions,
@@ -48,17 +55,15 @@ def measure(
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
-
-    config = replace(real, steps=steps, max_steps=max(steps, real.max_steps))
+    config = run_config(model, real, steps=steps, max_steps=max(steps, real.max_steps))
     machine = Cluster.load(cluster)
-    require_here(machine, config)
+    require_here(model, machine, config)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)
     placement = choice.load(made)
     with (
-        TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
+        backends.runner(program, machine, config, feeds=inputs) as runner,
         common.status("running ..."),
     ):
         run = runner.measure(placement.devices[made.grouping.group_of])
@@ -121,18 +126,18 @@ def devices(as_json: common.JsonOption = False) -> None:
 
     Example: placewright devices
     """
-    from placewright.backends.here import measurable_presets, usable_cores
-    from placewright.backends.tensorflow.runner import has_tensorflow
+    from placewright import backends
+    from placewright.machine import usable_cores
 
     local = Cluster.load("local")
     facts: dict[str, Any] = {
         "cores": usable_cores(),
-        "tensorflow": has_tensorflow(),
+        **{backend.name: backend.installed() for backend in backends.every()},
         "devices": [
             {"name": d.name, "kind": d.kind.name, "type": d.type, "memory_bytes": d.memory_bytes}
             for d in local.devices
         ],
-        "measurable": measurable_presets(preset_names()),
+        "measurable": backends.measurable(preset_names()),
     }
     if as_json:
         common.print_json(facts)
@@ -144,9 +149,9 @@ def devices(as_json: common.JsonOption = False) -> None:
     common.console.print(table)
     cores = "1 core" if facts["cores"] == 1 else f"{facts['cores']} cores"
     common.console.print(f"{cores} for this process")
-    if not facts["tensorflow"]:
-        common.console.print(
-            r"TensorFlow is not installed: run pip install 'placewright\[tensorflow]' to measure"
-        )
+    for backend in backends.every():
+        if not facts[backend.name]:
+            install = rf"pip install 'placewright\[{backend.extra}]'"
+            common.console.print(f"{backend.name} is not installed: run {install} to measure")
     can = ", ".join(facts["measurable"])
     common.console.print(f"clusters that can be measured here: {can or 'none'}")

@@ -11,9 +11,9 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
@@ -62,8 +62,10 @@ OPTIONS: dict[str, Shown] = {
 class Only:
     """`Annotated[Config, Only("a", b="Help of b")]`: a command that has some of the fields."""
 
-    def __init__(self, *fields: str, **helps: str) -> None:
+    def __init__(self, *fields: str, config: type | None = None, **helps: str) -> None:
+        """`config` is a class to take them from, where that is not the parameter's own."""
         self.fields = (*fields, *helps)
+        self.config = config
         self.helps = helps
 
 
@@ -80,6 +82,7 @@ def add_command(app: typer.Typer, function: Callable[..., None]) -> None:
             continue
         assert isinstance(kind, type)
         only = next((note for note in notes if isinstance(note, Only)), None)
+        kind = (only and only.config) or kind
         readers = {}
         for name in only.fields if only else [f.name for f in dataclasses.fields(kind)]:
             made, readers[name] = _option(kind, name, (only.helps if only else {}).get(name))
@@ -181,16 +184,17 @@ def field_docs(config: type) -> dict[str, str]:
     """The string under each field of a class and of those it inherits; Python forgets them."""
     found: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
-        for field, text in _docs_in(inspect.getfile(base)).get(base.__name__, {}).items():
+        module = sys.modules[base.__module__]
+        for field, text in _docs_in(module).get(base.__name__, {}).items():
             found[field] = text or found.get(field, "")
     return found
 
 
 @functools.cache
-def _docs_in(path: str) -> dict[str, dict[str, str]]:
+def _docs_in(module: types.ModuleType) -> dict[str, dict[str, str]]:
     """By class and field."""
     classes: dict[str, dict[str, str]] = {}
-    for node in ast.parse(Path(path).read_text(encoding="utf-8")).body:
+    for node in ast.parse(inspect.getsource(module)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for entry, after in zip(node.body, [*node.body[1:], node], strict=True):
