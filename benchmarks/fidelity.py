@@ -29,10 +29,10 @@ from placewright import methods as registry
 from placewright.api import run
 from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
-from placewright.calibration import Fidelity, everything_on, varied_placements
+from placewright.calibration import Fidelity, varied_placements
 from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.problem import Problem, make_problem
 from placewright.search import Budget
 
