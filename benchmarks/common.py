@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from placewright import methods
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.session.search import Progress, search
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("rnnlm", "nmt", "inception_v3")
@@ -171,7 +172,7 @@ def run_search(
     budget: Budget,
     *,
     seed: int = 0,
-    settings: Sequence[str] = (),
+    learners: methods.Learners = None,
     policy: str | None = None,
     evaluator: SimulatedEvaluator | None = None,
 ) -> Searched:
@@ -180,7 +181,7 @@ def run_search(
     # Compiles, which is nobody's search time; in another one, as noise is drawn in turn.
     SimulatedEvaluator(problem).evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
     placers = methods.make(
-        names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials, learner=settings,
+        names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials, learners=learners,
         policy=policy, noise=evaluator.noise,
     )  # fmt: skip
     curve: list[Point] = []

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, command, markdown, write_csv
+from placewright.budget import Budget
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.team import assemble
 from placewright.evaluators.base import Evaluator
@@ -35,7 +36,7 @@ from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.session.search import Progress, search
 from placewright.testing import make_problem, sample_placements, uniform_cluster
 
 TRIAL_SECONDS = 0.2

@@ -20,21 +20,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from placewright.api import run
 
 from benchmarks import figures, tables
 from benchmarks.common import MODELS, Row, made_by, merge_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
-from placewright.api import run
 from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.budget import Budget
 from placewright.calibration import Fidelity, varied_placements
 from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement, everything_on
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget
 
 GROUPS, SETS = "groups", "co-location sets"
 """Kinds of random and contiguous placements: of what."""

@@ -49,12 +49,13 @@ from benchmarks.common import (
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
+from placewright.learning.config import configured_presets
 from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.problem import Problem, ProblemConfig
-from placewright.search import Budget
 
 RESULTS = ALL_RESULTS / "learning"
 
@@ -95,7 +96,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         [case["method"]],
         Budget(trials=case["most"]),
         seed=case["seed"],
-        settings=case["settings"],
+        learners=configured_presets([case["method"]], case["settings"]),
         policy=case.get("policy"),
         evaluator=evaluator,
     )
@@ -122,7 +123,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         row["final_largest_share"] = f"{max(work_shares(problem, final)):.3f}"
     if noise is not None:
         # As after real runs: the luckiest of many is not the best, so the best play a final.
-        finalists = [*evaluator.best(10), *searched.placers[-1].favourites()]
+        finalists = [*evaluator.best(10), *searched.placers[-1].notes.favourites]
         finalists += [] if final is None else [final]
         times = [
             [m.mean_seconds for m in evaluator.evaluate([placement] * 20) if m.ok]

@@ -20,24 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from placewright.measuring import FinalConfig, search_measured
+from placewright.refine import RefineConfig, refine
 
 from benchmarks.common import MODELS, Row, made_by, markdown, marked, merge_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import methods as registry
-from placewright.api import Result
 from placewright.backends import load_program
 from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.budget import Budget
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
 from placewright.evaluators.measured import MeasuredEvaluator
-from placewright.finals import in_rounds
 from placewright.journal import read_trials
-from placewright.measuring import FinalConfig, search_measured
+from placewright.learning.config import REINFORCE, LearnerConfig
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.refine import RefineConfig, refine
-from placewright.search import Budget
+from placewright.session.finals import in_rounds
+from placewright.session.result import Result
 
 RESULTS = ALL_RESULTS / "measured"
 CLASSICAL = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
@@ -84,7 +85,7 @@ def compare(
     *,
     classical: Sequence[str] = CLASSICAL,
     config: RefineConfig | None = None,
-    learner_settings: Sequence[str] = (),
+    learner_config: LearnerConfig = REINFORCE,
 ) -> list[dict[str, Any]]:
     """What each way of searching found, measured side by side.
 
@@ -96,14 +97,14 @@ def compare(
         rounds: of measuring all answers in turns at the end.
         classical: methods whose proposals are measured.
         config: of the searches.
-        learner_settings: of the learner, as `--learner` takes them.
+        learner_config: of the learner.
     """
     config = config or RefineConfig()
     answers: dict[str, Answer] = {}
     searched = _searched(
         problem,
         lambda folder: refine(
-            problem, runner, registry.parse("auto"), ours, directory=folder, config=config
+            problem, runner, registry.parse("auto").names, ours, directory=folder, config=config
         ),
     )
     if searched is None:
@@ -121,7 +122,7 @@ def compare(
                 learner,
                 directory=folder,
                 config=final,
-                learner=learner_settings,
+                learner=learner_config,
             ),
             "reinforce",
         )

@@ -30,11 +30,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from placewright.refine import RefineConfig
 
 from benchmarks import fidelity as fidelity_benchmark
 from benchmarks import figures, tables
@@ -61,15 +62,15 @@ from placewright import load, make_problem, methods
 from placewright._version import VERSION
 from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.learning.config import REINFORCE
 from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem, ProblemConfig
-from placewright.refine import RefineConfig
 from placewright.report.analysis import loads
-from placewright.search import Budget
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
 
@@ -256,8 +257,9 @@ def search_case(case: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     problem = make_problem(load(case["graph"]), Cluster.load(case["cluster"]))
     method, seed = case["method"], case["seed"]
     budget = Budget(trials=case["trials"], seconds=case["seconds"])
-    learner = ("settled=0.03",) if method == "reinforce" else ()
-    searched = run_search(problem, methods.parse(method), budget, seed=seed, settings=learner)
+    learner = replace(REINFORCE, settled=0.03) if method == "reinforce" else None
+    names = methods.parse(method).names
+    searched = run_search(problem, names, budget, seed=seed, learners=learner)
     row = _row(
         problem, method, seed, searched.progress.best, trials=searched.progress.trials,
         seconds=searched.seconds, lower_bound=case["lower_bound"],
@@ -566,7 +568,7 @@ def measured(settings: Settings) -> None:
                 if model in settings.learner_models
                 else None,
                 settings.rounds,
-                learner_settings=(f"samples={settings.learner_samples}",),
+                learner_config=replace(REINFORCE, samples=settings.learner_samples),
                 classical=("single", "scotch", "mincut", "expert"),
                 # A short final: all answers are measured in turns again afterwards.
                 config=RefineConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
@@ -946,7 +948,7 @@ def links(settings: Settings) -> None:
 
 def slower(cluster: Cluster, factor: float) -> Cluster:
     links = tuple(
-        dataclasses.replace(
+        replace(
             link,
             latency_seconds=link.latency_seconds * factor,
             bandwidth=link.bandwidth / factor,
@@ -954,7 +956,7 @@ def slower(cluster: Cluster, factor: float) -> Cluster:
         )
         for link in cluster.links
     )
-    return dataclasses.replace(cluster, links=links)
+    return replace(cluster, links=links)
 
 
 def links_table(rows: Sequence[Row]) -> str:

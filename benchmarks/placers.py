@@ -18,6 +18,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from placewright.api import run
+
 from benchmarks.common import (
     CLUSTERS,
     MODELS,
@@ -32,14 +34,13 @@ from benchmarks.common import (
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem
 from placewright import methods as registry
-from placewright.api import run
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Trial
 from placewright.placement import Placement
 from placewright.placers.exact import count_placements, every_placement
 from placewright.problem import Problem
-from placewright.search import Budget
 from placewright.testing import random_problem
 
 RESULTS = ALL_RESULTS / "placers"

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from placewright.measuring import FinalConfig, search_measured
+from placewright.refine import RefineConfig, Remembering, enough_for, refine
 
 from placewright.backends import RunConfig, load
 from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.costs import Costs
 from placewright.evaluators.measured import MeasuredEvaluator
-from placewright.measuring import FinalConfig, search_measured
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.refine import RefineConfig, Remembering, enough_for, refine
-from placewright.search import Budget
 from placewright.simulator import Simulator
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # the fixture of the command line

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from placewright import methods
-from placewright.api import open_journal, run
+from placewright import methods, place
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor
+from placewright.learning.config import LearnerConfig
 from placewright.placers.base import Placer
 from placewright.problem import Problem, ProblemConfig, make_problem
-from placewright.search import Budget, search
+from placewright.session import driver
+from placewright.session.directory import open_journal
+from placewright.session.search import search
 from placewright.testing import check_placer, gpu_boards, layered_graph, random_problem
 
 
@@ -53,10 +59,10 @@ def test_contract_with_kernels_and_constraints(name: str) -> None:
 
 
 def test_names_are_parsed() -> None:
-    assert methods.parse("scotch, heft") == ("scotch", "heft")
-    assert methods.parse("auto") == methods.AUTO
-    assert methods.parse("random,auto") == ("random", *methods.AUTO)
-    assert methods.parse("heft,heft") == ("heft",)
+    assert methods.parse("scotch, heft").names == ("scotch", "heft")
+    assert methods.parse("auto") == methods.Chosen(methods.AUTO, frozenset(methods.AUTO))
+    assert methods.parse("random,auto").names == ("random", *methods.AUTO)
+    assert methods.parse("heft,heft").names == ("heft",)
     with pytest.raises(
         SearchError, match="unknown method 'local-serch'; did you mean local-search"
     ):
@@ -67,7 +73,7 @@ def test_auto_does_without_what_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    names = methods.parse("auto")
+    names = methods.parse("auto").names
     assert names == tuple(n for n in methods.AUTO if not methods.METHODS[n].needs)
     assert "auto leaves out scotch, mincut, m-sct, exact" in caplog.text
     assert "pip install 'placewright[learning,placers]'" in caplog.text
@@ -82,28 +88,32 @@ def test_every_method_has_one_line() -> None:
 def test_settings_that_fit_only_what_is_chosen_with_them_are_let_through() -> None:
     """Real runs are only polished where there are elites, and a trained policy has no warm start:
     neither has to be switched off."""
-    alone = ["elites=0", "imitation=0"]
-    methods.check_learner(["ppo"], [*alone, "warm_start=0"], None)
-    methods.check_learner(["ppo"], [*alone, "polish=0"], "policy.st")
+    alone = LearnerConfig(elites=0, imitation=0.0)
+    methods.check_learner(["ppo"], replace(alone, warm_start=0), None)
+    methods.check_learner(["ppo"], replace(alone, polish=0), "policy.st")
 
 
 def learner_of(text: str, seconds: float | None, name: str = "ppo", **settings: Any) -> Placer:
     """That of these methods, on a graph whose updates take some time."""
     problem = make_problem(layered_graph(24, 4), gpu_boards(4))
-    names = methods.parse(text)
-    return methods.make(names, problem, seconds=seconds, **settings)[names.index(name)]
+    chosen = methods.parse(text)
+    placers = methods.make(
+        chosen.names, problem, seconds=seconds, unasked=chosen.unasked, **settings
+    )
+    return placers[chosen.names.index(name)]
 
 
 def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
     ppo = learner_of("auto,random", 0.1)
     assert ppo.ask(10) == []
     said = re.fullmatch(
-        r"left out: 30 updates of its policy alone need some (\S+) s here, its part would be "
-        r"0.033 s; auto has it from some (\d+) s on",
-        ppo.why_not,
+        r"left out: 30 updates of a policy for 24 groups are taken to need (\S+) s, its part would "
+        r"be 0.033 s; auto has it from (\d+) s on",
+        ppo.notes.why_not,
     )
     assert said
     assert 0.033 < float(said[1]) < float(said[2])
+    assert learner_of("auto,random", float(said[2])).endless
     assert not ppo.endless  # what would have been its part is for the others
 
 
@@ -113,7 +123,7 @@ def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
         {"seconds": 1e5},
         {"seconds": None, "trials": 100},
         {"seconds": 0.1, "trials": 100},
-        {"seconds": 0.1, "learner": ["samples=4"]},
+        {"seconds": 0.1, "learners": LearnerConfig(samples=4)},
         {"seconds": 0.1, "cheap": False},
         {"seconds": 0.1, "noise": 0.1},
     ],
@@ -142,12 +152,12 @@ def test_a_run_that_has_learned_goes_on_learning(
     before = (tmp_path / "metrics.jsonl").read_text()
     assert before
     monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
-    names = [methods.ByAuto("ppo"), methods.ByAuto("local-search")]
-    goes_on = run(problem, names, Budget(seconds=0.5), directory=tmp_path).methods[0]
+    monkeypatch.setattr(methods, "AUTO", ("ppo", "local-search"))
+    goes_on = place(problem, budget=0.5, directory=tmp_path).methods[0]
     assert (goes_on.method, goes_on.why_not) == ("ppo", "")
     assert (tmp_path / "metrics.jsonl").read_text().startswith(before.splitlines()[0])
     # A fresh run of the same time does not begin to.
-    fresh = run(problem, names, Budget(seconds=0.5), directory=tmp_path / "new").methods[0]
+    fresh = place(problem, budget=0.5, directory=tmp_path / "new").methods[0]
     assert (fresh.method, fresh.trials) == ("ppo", 0)
     assert fresh.why_not.startswith("left out")
 
@@ -156,8 +166,10 @@ def test_what_one_process_can_compute_is_no_matter_to_many(monkeypatch: pytest.M
     problem = make_problem(layered_graph(12, 3), gpu_boards(2))
     monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
 
+    monkeypatch.setattr(methods, "AUTO", ("ppo", "local-search"))
+
     class Team:
-        """As Ray's is, as far as `run` knows it."""
+        """As Ray's is, as far as a session knows it."""
 
         evaluator = SimulatedEvaluator(problem)
 
@@ -165,11 +177,18 @@ def test_what_one_process_can_compute_is_no_matter_to_many(monkeypatch: pytest.M
             assert [placer.endless for placer in placers] == [True, True]
             return placers
 
-    names = [methods.ByAuto("ppo"), methods.ByAuto("local-search")]
-    run(problem, names, Budget(seconds=0.1), team=cast(Any, Team()))
+        def status(self) -> dict[str, float]:
+            return {"workers": 1.0}
+
+    @contextmanager
+    def assembled(*_: object, **__: object) -> Iterator[Team]:
+        yield Team()
+
+    monkeypatch.setattr(driver, "assemble", assembled)
+    place(problem, budget=0.1, workers=1)
 
 
-LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")
+LEARNING_ALONE = LearnerConfig(elites=0, imitation=0.0)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +198,10 @@ LEARNING_ALONE = ("elites", "imitation", "warm_start", "polish")
         ({"cheap": False}, 16, 0),
         ({"noise": 0.1}, 4, 12),
         ({"noise": 0.1, "cheap": False}, 4, 12),
-        ({"noise": 0.1, "learner": ["polish=100", "samples=7"]}, 7, 100),
-        ({"learner": ["noise=0.1"]}, 4, 12),
-        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE]}, 16, 0),
-        ({"noise": 0.1, "learner": [f"{n}=0" for n in LEARNING_ALONE[:-1]], "cheap": False}, 16, 0),
+        ({"noise": 0.1, "learners": LearnerConfig(polish=100, samples=7)}, 7, 100),
+        ({"learners": LearnerConfig(noise=0.1)}, 4, 12),
+        ({"noise": 0.1, "learners": LEARNING_ALONE}, 16, 0),
+        ({"noise": 0.1, "learners": LEARNING_ALONE, "cheap": False}, 16, 0),
     ],
 )
 def test_how_much_is_polished_where_times_are_noisy(

@@ -7,11 +7,18 @@ import difflib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placewright.errors import LearningError, MissingExtraError, SearchError
+from placewright.learning.config import (
+    PRESETS,
+    LearnerConfig,
+    ResolvedConfig,
+    resolved,
+    update_seconds,
+)
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.placers.exact import Exact, ExactConfig
@@ -29,6 +36,10 @@ from placewright.placers.single_device import single_device
 from placewright.problem import Problem
 
 logger = logging.getLogger(__name__)
+
+
+Learners = LearnerConfig | Mapping[str, LearnerConfig] | None
+"""How the learned methods learn: one config, or one by name, or as their presets have it."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +69,21 @@ class Settings:
     """How long the whole search may take; a method that cannot be stopped keeps to a part of it."""
     trials: int | None
     """How many placements the whole search may try; likewise."""
-    learner: tuple[str, ...] = ()
-    """Settings of the learned methods, `name=value` each (`learning.config.LearnerConfig`)."""
+    learner: LearnerConfig | None = None
+    """How it learns, where it does and somebody says so; otherwise as its preset has it."""
     cheap: bool = True
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
     """How much times of the same placement differ (`Evaluator.noise`)."""
     unasked: bool = False
-    """Whether it is `auto` alone that brought this method (`ByAuto`)."""
+    """Whether it is `auto` alone that brought this method, which may then leave its part of the
+    time to others where that is too short for it."""
     policy: str | Path | None = None
     """File of a trained policy that the learned methods go on from."""
+    previous: Placer | None = None
+    """The placer of this name under other costs."""
+    later: tuple[Placer, ...] = ()
+    """The placers that come after this one in the search."""
 
 
 def _one_shot(function: Callable[[Problem], Sequence[Placement]]) -> Callable[[Settings], Placer]:
@@ -101,75 +117,92 @@ TEACHERS = ("single", "expert", "scotch", "mincut", "heft", "m-topo", "m-etf")
 take seconds are not among them."""
 
 
-POLISH_BY_TIME = 1500
-"""What `polish` is where time counts and not trials: an update takes about as long as it takes to
-simulate so many placements of a model with a few thousand ops."""
-
-
-NOISY_SAMPLES, NOISY_POLISH = 4, 12
-"""What `samples` and `polish` are where times are noisy. What is found by estimates is as good as
-the estimates are, so few placements are tried until there are better ones."""
-
-
 LEAST_UPDATES = 30
 """How many updates a policy must be able to compute in its part of the time to take part in `auto`.
 Where it takes longer, a local search makes more of that time; chosen with `benchmarks.placers`."""
 
-
-class ByAuto(str):
-    """A method's name that `auto` stands for: nobody asked for this very method, so that it may
-    leave its part of the time to others where that is too short for it. `str` of it is as if
-    somebody had asked."""
+_SHARE_BESIDE_LOCAL_SEARCH = 0.5
+"""Of the budget, for a learner that polishes with the local search after it, which has 1; chosen
+with `benchmarks.placers`."""
 
 
 def _learned(settings: Settings) -> Placer:
     check_learning(f"method {settings.name!r}")
     # Only here: importing torch takes seconds, and no other method needs it.
-    from placewright.learning.config import PRESETS, configured, parsed
     from placewright.learning.learner import Learner
     from placewright.learning.policy import Policy
 
     preset = PRESETS[settings.name]
-    if settings.noise and preset.elites:  # not the published method, which takes times as they are
-        preset = replace(preset, noise=settings.noise)
-    said, _ = parsed(settings.learner)
-    if all(said.get(name, getattr(preset, name)) for name in ("noise", "polish", "elites")):
-        preset = replace(preset, samples=NOISY_SAMPLES, polish=NOISY_POLISH)
-    elif not settings.cheap:
-        preset = replace(preset, polish=0)
-    elif preset.polish and settings.trials is None:
-        preset = replace(preset, polish=POLISH_BY_TIME)
-    if settings.policy is not None:
-        # It was trained already; its best guess comes first, and imitating others could only spoil
-        # it. Who wants that can say so.
-        preset = replace(preset, warm_start=0)
-        if any(setting.strip().startswith("policy.") for setting in settings.learner):
-            raise LearningError("--learner policy.* describes a new policy; --policy brings one")
-    config = configured(preset, settings.learner)
+    asked = settings.learner or preset
+    if settings.policy is not None and asked.policy != preset.policy:
+        raise LearningError(
+            "learner.policy describes a new policy, but policy brings a trained one"
+        )
+    config = resolved(
+        asked,
+        cheap=settings.cheap,
+        noise=settings.noise,
+        by_time=settings.trials is None,
+        trained=settings.policy is not None,
+    )
+    # With exact times it polishes with the local search that comes after it, which then goes on
+    # where this one ended. Two that know nothing of each other would both begin at the beginning.
+    polisher = None
+    if config.polish and not config.noise:
+        polisher = next((p for p in settings.later if isinstance(p, LocalSearch)), None)
+    declined = _declined(settings, config)
+    if declined is not None:
+        return declined
+    previous = settings.previous
+    if not isinstance(previous, Learner) or not _same_space(previous.problem, settings.problem):
+        previous = None
     learner = Learner(
         settings.problem,
         config,
         name=settings.name,
         seed=settings.seed,
-        policy=None if settings.policy is None else Policy.load(settings.policy),
-        teachers=teachers(settings.problem, seed=settings.seed),
+        policy=None if settings.policy is None or previous else Policy.load(settings.policy),
+        teachers=() if previous else teachers(settings.problem, seed=settings.seed),
+        polisher=polisher,
+        previous=previous,
     )
-    # Trials that take seconds or are noisy are too few for a local search to make more of the time.
-    by_time = settings.cheap and not settings.noise and settings.trials is None
-    # Whoever says how to learn wants that.
-    unasked = settings.unasked and not settings.learner and not settings.policy
-    if by_time and unasked and settings.seconds is not None and learner.has_choice:
-        needs = learner.seconds_for(LEAST_UPDATES)
-        part = settings.seconds * learner.part_beside_local_search
-        if part < needs:
-            budget = math.ceil(needs / learner.part_beside_local_search)
-            declined = OneShot(settings.name, settings.problem, lambda problem: ())
-            declined.why_not = (
-                f"left out: {LEAST_UPDATES} updates of its policy alone need some {needs:.2g} s "
-                f"here, its part would be {part:.2g} s; auto has it from some {budget} s on"
-            )
-            return declined
+    if polisher is not None:
+        learner.share = _SHARE_BESIDE_LOCAL_SEARCH
     return learner
+
+
+def _same_space(one: Problem, other: Problem) -> bool:
+    """Whether a placement of one is one of the other, whatever it costs."""
+    return (one.graph, one.grouping, one.cluster.device_names) == (
+        other.graph, other.grouping, other.cluster.device_names,
+    )  # fmt: skip
+
+
+def _declined(settings: Settings, config: ResolvedConfig) -> Placer | None:
+    """In place of a learner that nobody asked for by name and that has too little time to learn.
+
+    Only the problem's size and the budget count, so that the same command does the same everywhere.
+    """
+    # Trials that take seconds or are noisy are too few for a local search to make more of the time,
+    # and whoever says how to learn wants that.
+    by_time = settings.cheap and not settings.noise and settings.trials is None
+    told_how = settings.learner is not None or settings.policy is not None
+    if not settings.unasked or told_how or not by_time or settings.seconds is None:
+        return None
+    if not settings.problem.has_choice:
+        return None
+    part_of_budget = _SHARE_BESIDE_LOCAL_SEARCH / (_SHARE_BESIDE_LOCAL_SEARCH + LocalSearch.share)
+    part = settings.seconds * part_of_budget
+    needs = update_seconds(config, settings.problem.num_groups, LEAST_UPDATES)
+    if part >= needs:
+        return None
+    declined = OneShot(settings.name, settings.problem, lambda problem: ())
+    declined.notes.why_not = (
+        f"left out: {LEAST_UPDATES} updates of a policy for {settings.problem.num_groups} groups "
+        f"are taken to need {needs:.2g} s, its part would be {part:.2g} s; auto has it from "
+        f"{math.ceil(needs / part_of_budget)} s on"
+    )
+    return declined
 
 
 def has_learned(directory: str | Path) -> bool:
@@ -177,19 +210,19 @@ def has_learned(directory: str | Path) -> bool:
     return any(Path(directory).glob("checkpoint-*"))
 
 
-def check_learner(names: Sequence[str], learner: Sequence[str], policy: str | Path | None) -> None:
-    """Raises for what is said of learned methods where none of these is one, and for settings that
-    do not exist: before a model is read, which takes a while."""
-    if not learner and policy is None:
+def check_learner(names: Sequence[str], learners: Learners, policy: str | Path | None) -> None:
+    """Raises for what is said of learned methods where none of these is one: before a model is
+    read, which takes a while."""
+    if learners is None and policy is None:
         return
-    given = "--learner" if learner else "--policy"
+    given = "policy" if learners is None else "learner"
     check_learning(given)  # without its packages `auto` has left out those it would be for
-    learned = [name for name, method in METHODS.items() if method.make is _learned]
-    if not any(name in learned for name in names):
-        raise SearchError(f"{given} is for {' and '.join(learned)}, and not for {', '.join(names)}")
-    from placewright.learning.config import parsed
-
-    parsed(learner)
+    if not any(name in PRESETS for name in names):
+        raise SearchError(f"{given} is for {' and '.join(PRESETS)}, and not for {', '.join(names)}")
+    if isinstance(learners, LearnerConfig) and all(name in names for name in PRESETS):
+        raise SearchError(
+            f"one learner config for {' and '.join(PRESETS)}; give one for each, by name"
+        )
 
 
 def check_learning(what: str) -> None:
@@ -267,15 +300,24 @@ AUTO_SUMMARY = (
 )
 
 
-def parse(text: str) -> tuple[str, ...]:
-    """The methods that `auto` or a list of names separated by commas stands for. Those that are
-    there because of `auto` alone are `ByAuto`."""
+@dataclass(frozen=True)
+class Chosen:
+    """The methods of a search, in order."""
+
+    names: tuple[str, ...]
+    unasked: frozenset[str] = frozenset()
+    """Those that are there because of `auto` alone."""
+
+
+def parse(text: str) -> Chosen:
+    """The methods that `auto` or a list of names separated by commas stands for."""
     names: list[str] = []
+    asked: set[str] = set()
     for name in text.split(","):
         name = name.strip()
         if name == "auto":
             found, missing = installed(AUTO)
-            names += map(ByAuto, found)
+            names += found
             if missing:
                 extras = sorted({METHODS[name].extra for name in missing})
                 logger.warning(
@@ -285,14 +327,14 @@ def parse(text: str) -> tuple[str, ...]:
                 )
         elif name in METHODS:
             names.append(name)
+            asked.add(name)
         else:
             known = ("auto", *METHODS)
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             raise SearchError(f"unknown method {name!r}; {hint}")
     # `auto,scotch` names scotch twice; once is enough, and asked for it is.
-    asked = {name: name for name in names if not isinstance(name, ByAuto)}
-    return tuple(asked.get(name, name) for name in dict.fromkeys(names))
+    return Chosen(tuple(dict.fromkeys(names)), frozenset(names) - asked)
 
 
 def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -308,19 +350,38 @@ def make(
     seed: int = 0,
     seconds: float | None = None,
     trials: int | None = None,
-    learner: Sequence[str] = (),
+    learners: Learners = None,
     policy: str | Path | None = None,
     cheap: bool = True,
     noise: float = 0.0,
+    unasked: Collection[str] = (),
+    previous: Mapping[str, Placer] | None = None,
 ) -> list[Placer]:
-    """The placers of these names, in order."""
+    """The placers of these names, in order.
+
+    `learners` says how the learned methods learn: one config for the learned method among them, or
+    one by name; `unasked` are those that only `auto` brought. Where costs were corrected,
+    `previous` are the placers under the old ones: a policy goes on with what it has learned, as
+    long as graph, grouping and devices are the same; everything else is made anew.
+    """
     if not 0 <= seed < 2**31:  # what all the libraries take
         raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
     settings = Settings(
-        name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
-        learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,
+        name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
+        cheap=cheap, noise=noise,
     )  # fmt: skip
-    return [
-        METHODS[name].make(replace(settings, name=str(name), unasked=isinstance(name, ByAuto)))
-        for name in names
-    ]
+    placers: tuple[Placer, ...] = ()
+    # From the last to the first, as a learner polishes with a local search that comes after it.
+    for name in reversed(names):
+        made = METHODS[name].make(
+            replace(
+                settings,
+                name=name,
+                learner=learners.get(name) if isinstance(learners, Mapping) else learners,
+                unasked=name in unasked,
+                previous=(previous or {}).get(name),
+                later=placers,
+            )
+        )
+        placers = (made, *placers)
+    return list(placers)

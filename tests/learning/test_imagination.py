@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from placewright.budget import Budget
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import Op, Tensor
 from placewright.learning.config import PPO, configured
@@ -17,7 +18,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, ProblemConfig, make_problem
-from placewright.search import Budget, search
+from placewright.session.search import search
 from placewright.testing import gpu_boards, layered_graph, sample_placements, uniform_cluster
 from placewright.testing import make_problem as tiny_problem
 
@@ -77,7 +78,7 @@ def test_polishing_on_estimates_finds_better_than_the_policy_alone() -> None:
         learner = Learner(problem, replace(config, polish=polish), name="ppo", seed=0)
         noisy = SimulatedEvaluator(problem, Noise(steps=1))
         search([learner], noisy, Budget(trials=96))
-        return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.favourites())]))
+        return float(np.mean([m.mean_seconds for m in exact.evaluate(learner.notes.favourites)]))
 
     assert found(8) < found(0)
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from placewright import methods
+from placewright.budget import Budget
 from placewright.errors import LearningError
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
 from placewright.journal import Journal
-from placewright.learning.config import PPO, REINFORCE, LearnerConfig, configured
+from placewright.learning.config import PPO, REINFORCE, LearnerConfig, PolicyConfig, configured
 from placewright.learning.learner import FORMAT, Learner
-from placewright.learning.policy import Policy, PolicyConfig
+from placewright.learning.policy import Policy
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, ProblemConfig, make_problem
-from placewright.search import Budget, Progress, search
+from placewright.session.search import Progress, search
 from placewright.testing import (
     check_placer,
     gpu_boards,
@@ -72,6 +73,13 @@ def _checkpoint(problem: Problem, folder: Path) -> Path:
     return folder / "checkpoint-learner.safetensors"
 
 
+def _taken(learner: Learner) -> list[dict[str, float]]:
+    """The metrics since the last call."""
+    taken = list(learner.notes.metrics)
+    learner.notes.metrics.clear()
+    return taken
+
+
 def _weights(learner: Learner) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in learner.policy.parameters()])
 
@@ -118,7 +126,7 @@ def test_ppo_finds_the_optimum_of_tiny_problems(tiny: object) -> None:
 def test_the_baseline_starts_at_the_failing_signal_and_follows_the_rewards() -> None:
     learner = _learner(_problem(8), replace(PAPER, failing_seconds=100.0))
     _answer(learner, [4.0] * 4 + [None] * 4)
-    (metrics,) = learner.take_metrics()
+    (metrics,) = _taken(learner)
     mean = -(4 * 2.0 + 4 * 10.0) / 8  # minus the square roots of 4 s and of the failing 100 s
     assert metrics["reward_mean"] == pytest.approx(mean)
     assert metrics["baseline"] == pytest.approx(0.9 * -10.0 + 0.1 * mean)
@@ -153,7 +161,7 @@ def test_late_failures_update_neither_the_policy_nor_the_baseline() -> None:
         _answer(learner, [None] * 4 + [1.0] * 4)  # Adam has momentum now
         before = _weights(learner)
         _answer(learner, [None] * 8)
-        early, late = learner.take_metrics()
+        early, late = _taken(learner)
         assert early["baseline"] == late["baseline"]
         assert torch.equal(_weights(learner), before)
     learner = _learner(problem, PAPER)  # early on, they do
@@ -173,7 +181,7 @@ def test_where_times_are_noisy_it_finds_better_than_by_believing_them() -> None:
         search(
             [learner], SimulatedEvaluator(problem, Noise(steps=1, seed=seed)), Budget(trials=500)
         )
-        elites = learner.favourites() or [elite.placement for elite in learner._elites]
+        elites = learner.notes.favourites or [elite.placement for elite in learner._elites]
         return float(np.mean([m.mean_seconds for m in exact.evaluate(elites)]))
 
     believing = [found(SMALL, seed) for seed in range(2)]
@@ -212,7 +220,7 @@ def test_lucky_times_after_an_update_do_not_make_a_favourite() -> None:
     measurement = Measurement(outcome=Outcome.OK, step_seconds=(0.8,))
     learner.tell([Trial(placement=lucky, measurement=measurement, placer="learner")])
     assert all(elite.placement != lucky for elite in learner._elites)
-    assert len(learner.favourites()) == SMALL.elites
+    assert len(learner.notes.favourites) == SMALL.elites
 
 
 def test_checkpoints_of_before_a_setting_go_on_with_its_default(tmp_path: Path) -> None:
@@ -487,6 +495,10 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path)
 # --- other costs ---------------------------------------------------------------------------------
 
 
+def _going_on(learner: Learner, problem: Problem) -> Learner:
+    return Learner(problem, learner.config, name="learner", previous=learner)
+
+
 def _under_other_costs(problem: Problem) -> Problem:
     costs = replace(problem.costs, op_seconds=frozen(3.0 * problem.costs.op_seconds))
     return replace(problem, costs=costs)
@@ -501,7 +513,7 @@ def test_policy_and_optimizer_go_on_under_other_costs() -> None:
     momentum = {name: value.clone() for name, value in learner.updater.state().items()}
     steps, updates = learner.updater.steps, learner.updates
     other = _under_other_costs(problem)
-    assert learner.continue_under(other)
+    learner = _going_on(learner, other)
     assert torch.equal(_weights(learner), weights)
     state = learner.updater.state()
     assert state.keys() == momentum.keys()
@@ -520,7 +532,7 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
     best = [elite.placement.devices.tolist() for elite in learner._elites]
     learner.ask(3)  # never to be answered
     other = _under_other_costs(problem)
-    assert learner.continue_under(other)
+    learner = _going_on(learner, other)
     assert learner._elites == []
     assert not learner.checkpoint(tmp_path)  # there is no state under these costs yet
     assert learner.ask(8) == [learner.greedy()]
@@ -536,9 +548,9 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
         answer.measurement.mean_seconds for answer in answers
     }
     # The baseline is of the old rewards as well.
-    learner.take_metrics()
+    _taken(learner)
     _answer(learner, [4.0] * 8)
-    (metrics,) = learner.take_metrics()
+    (metrics,) = _taken(learner)
     assert metrics["baseline"] == pytest.approx(-2.0)
     assert learner.checkpoint(tmp_path)
     assert _learner(other, SMALL).restore(tmp_path, [])
@@ -546,8 +558,8 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
 
 def test_ppo_polishes_with_the_local_search_that_comes_after_it() -> None:
     problem = _problem(30)
-    settings = ["policy.hidden=16", "polish=32", "warm_start=1"]
-    learner, after = methods.make(["ppo", "local-search"], problem, learner=settings, trials=600)
+    config = configured(PPO, ["policy.hidden=16", "polish=32", "warm_start=1"])
+    learner, after = methods.make(["ppo", "local-search"], problem, learners=config, trials=600)
     asked_before = 0
 
     def watch(progress: Progress) -> None:
@@ -577,32 +589,28 @@ def test_ppo_takes_half_a_share_only_where_a_local_search_goes_on(
     names: list[str], settings: list[str], noise: float, share: float
 ) -> None:
     problem = _problem(12)
-    placers = methods.make(names, problem, learner=settings, noise=noise, trials=1)
-    search(placers, SimulatedEvaluator(problem), Budget(trials=1))
+    config = configured(PPO, settings)
+    placers = methods.make(names, problem, learners=config, noise=noise, trials=1)
     assert placers[names.index("ppo")].share == share
-
-
-def test_asking_how_long_updates_take_changes_nothing() -> None:
-    problem = _problem(12)
-    asked, plain = _learner(problem, SMALL), _learner(problem, SMALL)
-    few, many = asked.seconds_for(0), asked.seconds_for(10_000)
-    assert 0 <= few < many
-    assert asked.ask(8) == plain.ask(8)
-    assert torch.equal(_weights(asked), _weights(plain))
 
 
 def test_under_other_costs_it_polishes_with_the_local_search_of_then() -> None:
     problem = _problem(20)
     evaluator = SimulatedEvaluator(problem)
-    settings = ["policy.hidden=16", "polish=16", "warm_start=1"]
-    learner, first = methods.make(["ppo", "local-search"], problem, learner=settings, trials=200)
+    config = configured(PPO, ["policy.hidden=16", "polish=16", "warm_start=1"])
+    names = ["ppo", "local-search"]
+    learner, first = methods.make(names, problem, learners=config, trials=200)
     search([learner, first], evaluator, Budget(trials=200))
     assert isinstance(learner, Learner)
     assert learner._polisher is first
-    (second,) = methods.make(["local-search"], problem, seed=1, trials=200)
-    assert learner.continue_under(problem)
-    search([learner, second], evaluator, Budget(trials=200))
-    assert learner._polisher is second
+    again, second = methods.make(
+        names, problem, seed=1, learners=config, trials=200, previous={"ppo": learner}
+    )
+    assert isinstance(again, Learner)
+    assert again.updater is learner.updater
+    assert again.updates == learner.updates > 0
+    search([again, second], evaluator, Budget(trials=200))
+    assert again._polisher is second
 
 
 def test_polishing_starts_anew_under_other_costs() -> None:
@@ -610,7 +618,7 @@ def test_polishing_starts_anew_under_other_costs() -> None:
     learner = _learner(problem, replace(SMALL, polish=16))
     search([learner], SimulatedEvaluator(problem), Budget(trials=100))
     other = _under_other_costs(problem)
-    assert learner.continue_under(other)
+    learner = _going_on(learner, other)
     found = search([learner], SimulatedEvaluator(other), Budget(trials=100)).best
     assert found is not None
     assert learner._elites[0].seconds == found.measurement.mean_seconds
@@ -620,14 +628,17 @@ def test_the_published_method_proposes_nothing_from_memory() -> None:
     problem = _problem(8)
     learner = _learner(problem, PAPER)
     _answer(learner, [1.0] * 8)
-    assert learner.continue_under(_under_other_costs(problem))
+    learner = _going_on(learner, _under_other_costs(problem))
     assert learner.ask(8) == [learner.greedy()]
     learner.ask(8)
     assert learner._sampled is not None
 
 
 def test_another_problem_needs_another_learner() -> None:
-    assert not _learner(_problem(8), SMALL).continue_under(_problem(9))
+    old = _learner(_problem(8), SMALL)
+    (new,) = methods.make(["ppo"], _problem(9), learners=SMALL, previous={"ppo": old})
+    assert isinstance(new, Learner)
+    assert new.updater is not old.updater
 
 
 def test_a_trained_policy_proposes_its_best_guess_first() -> None:
@@ -646,7 +657,7 @@ def test_with_one_choice_for_each_group_there_is_one_placement() -> None:
     (only,) = learner.ask(10)
     assert set(only.devices.tolist()) == {0}
     assert learner.ask(10) == []
-    assert "only one device" in learner.why_not
+    assert "only one device" in learner.notes.why_not
 
 
 def test_settings_are_checked() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from placewright.errors import LearningError
+from placewright.learning.config import PolicyConfig
 from placewright.learning.features import features
-from placewright.learning.policy import Inputs, Policy, PolicyConfig, _AdditiveScores, _Lstm
+from placewright.learning.policy import Inputs, Policy, _AdditiveScores, _Lstm
 from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.testing import gpu_boards, layered_graph, random_problem
 

@@ -88,7 +88,7 @@ def test_tiny_spaces_are_tried_out(tiny: TinyProblem) -> None:
     assert len({trial.placement for trial in trials}) == count_placements(tiny.problem)
     assert best_seconds(trials) == tiny.best_seconds
     assert placer.proven
-    assert placer.lower_bound_seconds == tiny.best_seconds
+    assert placer.notes.lower_bound_seconds == tiny.best_seconds
 
 
 def test_enumeration_keeps_to_what_is_allowed_and_untold() -> None:
@@ -114,7 +114,7 @@ def test_one_placement_is_still_proposed() -> None:
     placer = Exact(problem)
     placer.tell(evaluated(problem, placer.ask(9)))
     assert placer.proven
-    assert placer.lower_bound_seconds == 1.0
+    assert placer.notes.lower_bound_seconds == 1.0
 
 
 # --- CP-SAT --------------------------------------------------------------------------------------
@@ -182,9 +182,9 @@ def test_cp_sat_finds_and_proves_the_optimum(problem: Problem, optimum: float) -
     assert quick_bound_seconds(problem) <= optimum
     asked = placer.ask(100)
     assert placer.proven
-    assert placer.why_not == ""
-    assert placer.lower_bound_seconds == pytest.approx(optimum, rel=1e-5)
-    assert placer.lower_bound_seconds <= optimum
+    assert placer.notes.why_not == ""
+    assert placer.notes.lower_bound_seconds == pytest.approx(optimum, rel=1e-5)
+    assert placer.notes.lower_bound_seconds <= optimum
     assert best_seconds(evaluated(problem, asked)) == pytest.approx(optimum)
     assert placer.ask(100) == []
 
@@ -196,7 +196,7 @@ def test_under_contention_cp_sat_proves_a_bound_and_no_optimum() -> None:
     asked = placer.ask(100)
     assert asked
     assert not placer.proven
-    assert placer.lower_bound_seconds < best_seconds(evaluated(problem, asked))
+    assert placer.notes.lower_bound_seconds < best_seconds(evaluated(problem, asked))
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5, 7, 11, 12, 13])
@@ -207,7 +207,7 @@ def test_no_placement_is_under_the_bound(seed: int) -> None:
     )  # fmt: skip
     placer = Exact(problem, ExactConfig(max_placements=0, max_work=2.0))
     placer.ask(1)
-    assert placer.lower_bound_seconds <= best_seconds(all_trials(problem))
+    assert placer.notes.lower_bound_seconds <= best_seconds(all_trials(problem))
 
 
 @pytest.mark.parametrize("seed", [1, 4])
@@ -244,13 +244,13 @@ def test_large_problems_are_left_alone() -> None:
     problem = larger_problem(40)
     placer = Exact(problem, ExactConfig(max_ops=39))
     assert placer.ask(10) == []
-    assert placer.why_not == (
+    assert placer.notes.why_not == (
         "the graph has 40 ops, exact takes up to 39, or problems with up to 20,000 placements "
         "within this budget"
     )
     assert not placer.proven
     # Ten layers of 1 s each, or 40 s of work on two devices.
-    assert placer.lower_bound_seconds == pytest.approx(20.0)
+    assert placer.notes.lower_bound_seconds == pytest.approx(20.0)
 
 
 def test_a_problem_that_cannot_fit_is_recognised() -> None:
@@ -258,7 +258,7 @@ def test_a_problem_that_cannot_fit_is_recognised() -> None:
     problem = make_problem(ops, [("a", "b"), ("b", "c")], uniform_cluster(2, memory_bytes=100_000))
     placer = Exact(problem, CP_SAT)
     assert placer.ask(10) == []
-    assert placer.why_not == "no placement: the variables do not fit the devices' memory"
+    assert placer.notes.why_not == "no placement: the variables do not fit the devices' memory"
     assert placer.proven
 
 
@@ -292,5 +292,5 @@ def test_a_solver_that_dies_is_said_and_nothing_is_proposed(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     exact = Exact(tiny_problems()[1].problem, ExactConfig(max_placements=0))
     assert exact.ask(4) == []
-    assert exact.why_not.startswith("CP-SAT ended with code 1")
+    assert exact.notes.why_not.startswith("CP-SAT ended with code 1")
     assert not exact.proven

@@ -85,10 +85,11 @@ def _overlapping(
     placements = (*propose(under), *propose(free))
     if not placements:
         return []
-    proposed = np.stack([placement.devices for placement in placements])
-    fits = Simulator(under).run(proposed).ok
+    fits = Simulator(under).run(np.stack([placement.devices for placement in placements])).ok
     return [
-        Placement.of(problem, devices) for devices in proposed[fits] if len(np.unique(devices)) > 1
+        placement
+        for placement, ok in zip(placements, fits, strict=True)
+        if ok and len(np.unique(placement.devices)) > 1
     ]
 
 
@@ -97,9 +98,8 @@ def varied_placements(
 ) -> list[Placement]:
     """Different kinds of placements, by turns: random with more groups on some devices than on
     others, cut once in graph order, cut several times, and cut with few or many groups moved: from
-    hardly any transfers to nothing but. None of those in `without`, under whatever costs these
-    are."""
-    known = {placement.devices.tobytes() for placement in without}
+    hardly any transfers to nothing but. None of those in `without`."""
+    known = set(without)
     rng = np.random.default_rng(seed)
     groups, devices = problem.num_groups, problem.num_devices
     first = np.full(groups, problem.graph.num_ops)
@@ -122,6 +122,6 @@ def varied_placements(
         allowed = problem.allowed[np.arange(groups), chosen]
         chosen = np.where(allowed, chosen, problem.allowed.argmax(axis=1))
         placement = Placement.of(problem, chosen.astype(np.int32))
-        if placement.devices.tobytes() not in known:
+        if placement not in known:
             found[placement] = None
     return list(found)

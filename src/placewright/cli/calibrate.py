@@ -12,8 +12,8 @@ import typer
 from placewright import backends
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
-from placewright.cli.evaluation import FeedsOption, RealRuns, feeds_from, require_here, run_config
 from placewright.cli.options import Only, UsageError, add_command
+from placewright.cli.real import FeedsOption, RealRuns, feeds_from, require_here, run_config
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
 from placewright.files import check_new, write_text

@@ -73,14 +73,6 @@ def complete_clusters(incomplete: str) -> list[str]:
     return [name for name in preset_names() if name.startswith(incomplete)]
 
 
-def complete_methods(incomplete: str) -> list[str]:
-    """The last of a list separated by commas."""
-    from placewright.methods import METHODS
-
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in ("auto", *METHODS) if name.startswith(last)]
-
-
 ModelArgument = Annotated[
     str,
     typer.Argument(

@@ -12,8 +12,8 @@ from placewright import backends
 from placewright.backends.base import LoadOptions, RunConfig
 from placewright.cli import common
 from placewright.cli.common import PlacementOptions
-from placewright.cli.evaluation import FeedsOption, RunOptions, feeds_from, require_here, run_config
 from placewright.cli.options import Only, add_command
+from placewright.cli.real import FeedsOption, RunOptions, feeds_from, require_here, run_config
 from placewright.cluster import Cluster, preset_names
 from placewright.problem import ProblemConfig
 from placewright.units import format_bytes, format_seconds

@@ -33,6 +33,17 @@ class Shown(NamedTuple):
     """What stands for the value in the help. A `TIME` is written `90s` or `5m`; what has an `=` is
     split at the last one."""
     names: tuple[str, ...] = ()
+    complete: Callable[[str], list[str]] | None = None
+    """For the shell."""
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """The last of a list separated by commas."""
+    from placewright.methods import METHODS
+
+    before, _, last = incomplete.rpartition(",")
+    before += "," if before else ""
+    return [before + name for name in ("auto", *METHODS) if name.startswith(last)]
 
 
 OPTIONS: dict[str, Shown] = {
@@ -55,6 +66,21 @@ OPTIONS: dict[str, Shown] = {
     "check": Shown("N"),
     "plot": Shown("FILE"),
     "devices": Shown("NAME=DEVICE", ("--device",)),
+    "method": Shown("NAME[,NAME...]", ("--method", "-m"), complete_methods),
+    "budget": Shown("TIME", ("--budget", "-b")),
+    "trials": Shown("N"),
+    "evaluate": Shown("HOW"),
+    "policy": Shown("FILE"),
+    "learner": Shown("NAME=VALUE"),
+    "controllers": Shown("C"),
+    "workers": Shown("K"),
+    "address": Shown("ADDRESS", ("--ray-address",)),
+    "resources": Shown("NAME=AMOUNT", ("--worker-resource",)),
+    "trial_seconds": Shown("TIME", ("--trial-timeout",)),
+    "max_staleness": Shown("N"),
+    "directory": Shown("DIR", ("--output", "-o")),
+    "resume": Shown("DIR"),
+    "report": Shown(names=("--report/--no-report",)),
 }
 """By the name of the field, or of the argument of a function that an error may be about."""
 
@@ -62,40 +88,55 @@ OPTIONS: dict[str, Shown] = {
 class Only:
     """`Annotated[Config, Only("a", b="Help of b")]`: a command that has some of the fields."""
 
-    def __init__(self, *fields: str, config: type | None = None, **helps: str) -> None:
-        """`config` is a class to take them from, where that is not the parameter's own."""
+    def __init__(
+        self, *fields: str, config: type | None = None, needs: Sequence[str] = (), **helps: str
+    ) -> None:
+        """`config` is a class to take them from, where that is not the parameter's own. Where
+        nothing that the others need is given, the config is None and they mean nothing."""
         self.fields = (*fields, *helps)
         self.config = config
+        self.needs = needs
         self.helps = helps
+
+
+_ALL = Only()
 
 
 def add_command(app: typer.Typer, function: Callable[..., None]) -> None:
     """Makes a command of a function; its docstring is the help, other parameters are typer's."""
     hints = get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    configs: dict[str, tuple[type, dict[str, Callable[[Any], Any]]]] = {}
+    configs: dict[str, tuple[type, Only, dict[str, Callable[[Any], Any]]]] = {}
     for parameter in inspect.signature(function).parameters.values():
-        kind, *notes = get_args(hints[parameter.name]) or (hints[parameter.name],)
+        kind, *notes = (
+            getattr(hints[parameter.name], "__metadata__", ()) and get_args(hints[parameter.name])
+        ) or (hints[parameter.name],)
+        kind = _without_none(kind)
         if not dataclasses.is_dataclass(kind):
             parameter = parameter.replace(annotation=hints[parameter.name])
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
-        only = next((note for note in notes if isinstance(note, Only)), None)
-        kind = (only and only.config) or kind
+        only = next((note for note in notes if isinstance(note, Only)), _ALL)
+        kind = only.config or kind
         readers = {}
-        for name in only.fields if only else [f.name for f in dataclasses.fields(kind)]:
-            made, readers[name] = _option(kind, name, (only.helps if only else {}).get(name))
+        for name in only.fields or [f.name for f in dataclasses.fields(kind)]:
+            made, readers[name] = _option(kind, name, only)
             parameters.append(made)
-        configs[parameter.name] = kind, readers
+        configs[parameter.name] = kind, only, readers
 
     def run(**given: Any) -> None:
-        for parameter, (config, readers) in configs.items():
+        for parameter, (config, only, readers) in configs.items():
             values = {name: given.pop(name) for name in readers}
             # What was not given has the config's own default.
-            given[parameter] = config(
-                **{n: readers[n](v) for n, v in values.items() if v is not None and v != []}
-            )
+            values = {n: readers[n](v) for n, v in values.items() if v is not None and v != []}
+            if not only.needs or any(name in values for name in only.needs):
+                given[parameter] = config(**values)
+            elif not values:
+                given[parameter] = None
+            else:
+                extra, needed = option_names(next(iter(values)))[0], option_names(only.needs[0])[0]
+                raise UsageError(f"{extra} means nothing without {needed}")
         function(**given)
 
     run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, __name__
@@ -104,36 +145,42 @@ def add_command(app: typer.Typer, function: Callable[..., None]) -> None:
     app.command()(run)
 
 
-def _option(
-    config: type, name: str, about: str | None
-) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
+def _option(config: type, name: str, only: Only) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
     """The option for a field, and what makes the field's value of the option's."""
     shown = OPTIONS.setdefault(name, Shown())
     field = next(f for f in dataclasses.fields(config) if f.name == name)
-    about = about or _first_sentence(field_docs(config)[name])
-    kind = _hints(config)[name]
-    if isinstance(kind, types.UnionType):
-        kind = next(part for part in get_args(kind) if part is not types.NoneType)
+    about = only.helps.get(name) or _first_sentence(field_docs(config)[name])
     default: Any = field.default
     read: Callable[[Any], Any] = _as_it_is
+    kind = _without_none(_hints(config)[name])
     if get_origin(kind) in (tuple, Sequence, Mapping):
         about = f"{about.rstrip('.')}; repeatable."
         default, read = None, functools.partial(_read_all, shown, name, kind)
         kind = list[str]
+    elif kind not in (bool, int, float):
+        kind = str
     elif shown.form == "TIME":
-        default = None if default is None else format_duration(default)
-        kind, read = str, parse_duration
+        default, kind, read = format_duration(default), str, parse_duration
     declared = typer.Option(
-        default,
+        None if only.needs else default,
         *option_names(name),
         help=about,
         metavar=None if kind is bool else shown.form or None,
-        show_default=True,
+        autocompletion=shown.complete,
+        # Where nothing else is given it is no default, but it is one where something is.
+        show_default=default if only.needs and kind is str and default is not None else True,
     )
-    optional = kind if default is not None else kind | None
+    optional = kind if default is not None and not only.needs else kind | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=declared, annotation=optional
     ), read
+
+
+def _without_none(kind: Any) -> Any:
+    if not isinstance(kind, types.UnionType):
+        return kind
+    parts = [part for part in get_args(kind) if part is not types.NoneType]
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def option_names(field: str) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,57 +19,77 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from placewright.backends.base import LoadOptions
-from placewright.cli import common, distribution, evaluation
-from placewright.cli.evaluation import FeedsOption
-from placewright.cli.options import add_command
+from placewright.cli import common
+from placewright.cli.options import Only, UsageError, add_command, complete_methods
+from placewright.cli.real import FeedsOption, RealRuns, feeds_from, run_config
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
+from placewright.distributed.config import TeamConfig
 from placewright.errors import SearchError, WorkerError
 from placewright.problem import Problem, ProblemConfig
-from placewright.units import format_seconds, parse_duration
+from placewright.session.config import SearchConfig
+from placewright.units import format_seconds
 
 if TYPE_CHECKING:
-    from placewright.api import Result
-    from placewright.distributed.team import Team
+    from placewright.budget import Budget
     from placewright.measurement import Trial
-    from placewright.search import Budget
-    from placewright.search import Progress as SearchProgress
+    from placewright.session.result import Result
+    from placewright.session.search import Progress as SearchProgress
 
 RESULT_FILES = (
     "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz",
     "report.html", "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
-MethodOption = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        "-m",
-        metavar="NAME[,NAME...]",
-        help="'auto' (baselines, then improve on the best) or names from 'placewright methods'.",
-        autocompletion=common.complete_methods,
-    ),
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option("--budget", "-b", metavar="TIME", help="How long to search: 90s, 5m, 1h."),
-]
-TrialsOption = Annotated[
-    int | None, typer.Option("--trials", metavar="N", help="How many placements to try.")
-]
 LearnerOption = Annotated[
     list[str] | None,
     typer.Option(
         "--learner",
         metavar="NAME=VALUE",
-        help="A setting of the learned methods (docs/learning.md); may be given several times.",
+        help="A setting of the learned methods (docs/learning.md); repeatable.",
     ),
 ]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="A trained policy that the learned methods go on from."),
-]
-SeedOption = Annotated[int, typer.Option(help="The same seed gives the same simulated result.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the result goes, and how."""
+
+    directory: str | None = None
+    """Where to put the result."""
+    resume: str | None = None
+    """Continue the run in this directory."""
+    report: bool = True
+    """Also write report.html."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        own, resume = self.directory, self.resume
+        if resume is not None:
+            if own is not None and Path(own) != Path(resume):
+                raise SearchError("--resume continues in its own directory; leave out --output")
+            if not (Path(resume) / "journal.jsonl").is_file():
+                raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
+        elif own is not None:
+            if not own or (Path(own).exists() and not Path(own).is_dir()):
+                raise SearchError(f"{own or repr(own)}: not a directory")
+            for name in RESULT_FILES:
+                if (Path(own) / name).exists():
+                    raise SearchError(
+                        f"{own}: already holds a run ({name}); continue it with --resume {own}, or "
+                        "choose another directory"
+                    )
+
+    def directory_for(self, model: str, cluster: str) -> str:
+        """What was asked for, or a new one."""
+        if self.resume is not None or self.directory is not None:
+            return self.resume or self.directory or ""
+        base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
+        number = 1
+        while Path(name := base if number == 1 else f"{base}-{number}").exists():
+            number += 1
+        return name
 
 
 def add_to(app: typer.Typer) -> None:
@@ -81,99 +102,69 @@ def place(
     model: common.ModelArgument,
     *,
     cluster: common.ClusterOption = "local",
-    method: MethodOption = "auto",
-    budget: BudgetOption = None,
-    trials: TrialsOption = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Where to put the result.", show_default=False
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Continue the run in this directory."),
-    ] = None,
-    seed: SeedOption = 0,
+    search: Annotated[
+        SearchConfig, Only("method", "budget", "trials", "seed", "policy", "evaluate")
+    ],
     learner: LearnerOption = None,
-    policy: PolicyOption = None,
-    html: Annotated[
-        bool, typer.Option("--report/--no-report", help="Also write report.html.")
-    ] = True,
+    output: Output,
     problem: ProblemConfig,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="'simulate', 'measure' (every trial is a real run) or 'simulate+measure' (search "
-            "in the simulator, run the best); the latter where the cluster is this machine.",
-            show_default=False,
-        ),
-    ] = None,
     feeds: FeedsOption = None,
-    real: evaluation.RealRuns,
-    controllers: distribution.ControllersOption = None,
-    workers: distribution.WorkersOption = None,
-    ray_address: distribution.RayAddressOption = None,
-    worker_resource: distribution.WorkerResourceOption = None,
-    trial_timeout: distribution.TrialTimeoutOption = "5m",
-    max_staleness: distribution.MaxStalenessOption = None,
+    real: RealRuns,
+    team: Annotated[TeamConfig | None, Only(needs=("workers", "controllers"))],
     load: LoadOptions,
-    as_json: common.JsonOption = False,
 ) -> None:
     """Find a fast placement of a model on a cluster, and leave it in a directory.
 
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
-    from placewright import methods as registry
+    from placewright.distributed.config import check_installed
+    from placewright.learning.config import configured_presets
+    from placewright.session.config import Machine
+    from placewright.session.driver import Session, needs_program
 
-    chosen = registry.parse(method)
-    registry.check_learner(chosen, learner or (), policy)
-    limits = _budget(budget, trials, "1m")
-    team_config = distribution.configured(
-        controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
-    )
+    config = replace(search, learner=configured_presets(search.chosen.names, learner or ()))
+    if team is not None:
+        check_installed("--controllers" if team.controllers else "--workers")
     # What can be wrong with the request is said before the model is read, which takes a while.
-    directory = _output_directory(output, resume, model, cluster)
-    machine = Cluster.load(cluster)
-    real = evaluation.run_config(model, real)
-    how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
-    program = None
-    if how == evaluation.SIMULATE:
-        graph = common.load_graph(model, load)
-    else:
+    directory = output.directory_for(model, cluster)
+    described = Cluster.load(cluster)
+    run = run_config(model, real)
+    machine = None
+    if needs_program(model, described, config, run=run, team=team, directory=output.resume):
         program = common.load_program(model, load)
         graph = program.graph
-    made = common.load_problem(graph, machine, problem)
-    if evaluate is None and resume is None and how != evaluation.SIMULATE:
-        how = evaluation.affordable(how, made, limits)
-    with (
-        # Workers have devices of their own.
-        evaluation.devices(
-            how if team_config is None else evaluation.SIMULATE, program, machine, real, feeds
-        ) as runner,
-        stop_on_interrupt() as stopped,
-        distribution.team(team_config, made, program, real, feeds) as team,
-        _progress(limits, team) as observe,
-    ):
-        result = evaluation.run(
-            how, made, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
-            stop=lambda: bool(stopped), learner=learner or (), policy=policy, team=team,
+        machine = Machine(program, run, feeds_from(feeds))
+    else:
+        if feeds is not None:
+            raise UsageError("--feeds means nothing in the simulator")
+        graph = common.load_graph(model, load)
+    posed = common.load_problem(graph, described, problem)
+    with stop_on_interrupt() as stopped, _progress(config.limits) as display:
+        session = Session(
+            posed, config, machine=machine, team=team, directory=directory,
+            observe=lambda progress: display(progress, session.status()),
+            stop=lambda: bool(stopped),
         )  # fmt: skip
+        result = session.run()
+    _finish(result, directory, output)
+
+
+def _finish(result: Result, directory: str, output: Output) -> None:
+    """Saves and prints a result, and ends with the exit code that it stands for."""
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
-    if result.interrupted and not result.trials and not as_json:
+    if result.interrupted and not result.trials and not output.json:
         common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
         raise typer.Exit(130)
-    if as_json:
+    if output.json:
         common.print_json(result.summary(command))
     else:
-        _print_table(made, result.table, result.best_single)
+        _print_table(result.problem, result.table, result.best_single)
         _print_answer(result, directory)
-    if html:
+    if output.report:
         # After the answer, which nobody should have to wait for.
         page = write_beside(directory, result)
-        if not as_json:
+        if not output.json:
             common.console.print(page)
     if result.fault:
         # What was found is saved; the error is still one.
@@ -194,22 +185,19 @@ def compare(
             "--methods",
             metavar="NAME[,NAME...]",
             help="Names from 'placewright methods', or 'all'.",
-            autocompletion=common.complete_methods,
+            autocompletion=complete_methods,
         ),
     ] = "all",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget", "-b", metavar="TIME", help="For each method that searches: 20s, 5m."
+    search: Annotated[
+        SearchConfig,
+        Only(
+            budget="For each method that searches: 20s, 5m.",
+            trials="The same, as a number of placements.",
+            seed="The same seed gives the same simulated result.",
+            policy="A trained policy that the learned methods go on from.",
         ),
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option("--trials", metavar="N", help="The same, as a number of placements."),
-    ] = None,
-    seed: SeedOption = 0,
+    ],
     learner: LearnerOption = None,
-    policy: PolicyOption = None,
     problem: ProblemConfig,
     load: LoadOptions,
     as_json: common.JsonOption = False,
@@ -218,29 +206,34 @@ def compare(
 
     Example: placewright compare rnnlm --cluster k80x2 --methods single,expert,scotch
     """
-    from placewright import api
     from placewright import methods as registry
+    from placewright.learning.config import PRESETS, configured_presets
+    from placewright.session.driver import Session
 
     names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
-    runs = [(name, registry.parse(name)) for name in names]
-    everyone = [method for _, chosen in runs for method in chosen]
-    registry.check_learner(list(dict.fromkeys(everyone)), learner or (), policy)
-    limits = _budget(budget, trials, "20s")
+    everyone = list(dict.fromkeys(n for name in names for n in registry.parse(name).names))
+    learners = configured_presets(everyone, learner or ())
+    registry.check_learner(everyone, learners, search.policy)
+    if search.budget is None and search.trials is None:
+        search = replace(search, budget="20s")
+    configs = {}
+    for name in names:
+        learns = any(n in PRESETS for n in registry.parse(name).names)
+        configs[name] = replace(
+            search, method=name, evaluate="simulate", learner=learners if learns else None,
+            policy=search.policy if learns else None,
+        )  # fmt: skip
     machine = Cluster.load(cluster)
-    graph = common.load_graph(model, load)
-    made = common.load_problem(graph, machine, problem)
+    posed = common.load_problem(common.load_graph(model, load), machine, problem)
     table: list[dict[str, Any]] = []
     bound = 0.0
     single = None
     with stop_on_interrupt() as stopped:
-        for name, chosen in runs:
+        for name, config in configs.items():
             if stopped:
                 break
             with common.status(f"running {name} ..."):
-                result = api.run(
-                    made, chosen, limits, seed=seed, stop=lambda: bool(stopped),
-                    learner=learner or (), policy=policy,
-                )  # fmt: skip
+                result = Session(posed, config, stop=lambda: bool(stopped)).run()
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)
             if name == "single":
@@ -248,7 +241,7 @@ def compare(
     if as_json:
         common.print_json({"methods": table, "lower_bound_seconds": bound})
     else:
-        _print_table(made, table, single)
+        _print_table(posed, table, single)
         common.console.print(f"no placement can be faster than {format_seconds(bound)}")
     if stopped:
         raise typer.Exit(130)
@@ -273,39 +266,6 @@ def methods(as_json: common.JsonOption = False) -> None:
     common.console.print(table)
 
 
-def _budget(budget: str | None, trials: int | None, default: str) -> Budget:
-    from placewright.search import Budget
-
-    if budget is None and trials is None:
-        budget = default
-    seconds = None if budget is None else parse_duration(budget)
-    return Budget(seconds=seconds, trials=trials)
-
-
-def _output_directory(output: str | None, resume: str | None, model: str, cluster: str) -> str:
-    if resume is not None:
-        if output is not None and Path(output) != Path(resume):
-            raise SearchError("--resume continues in its own directory; leave out --output")
-        if not (Path(resume) / "journal.jsonl").is_file():
-            raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
-        return resume
-    if output is not None:
-        if not output or (Path(output).exists() and not Path(output).is_dir()):
-            raise SearchError(f"{output or repr(output)}: not a directory")
-        for name in RESULT_FILES:
-            if (Path(output) / name).exists():
-                raise SearchError(
-                    f"{output}: already holds a run ({name}); continue it with --resume {output}, "
-                    "or choose another directory"
-                )
-        return output
-    base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
-    number = 1
-    while Path(name := base if number == 1 else f"{base}-{number}").exists():
-        number += 1
-    return name
-
-
 @contextmanager
 def stop_on_interrupt() -> Iterator[list[int]]:
     """A list that is empty until Ctrl-C or SIGTERM; the second Ctrl-C is the usual one."""
@@ -328,28 +288,24 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 @contextmanager
 def _progress(
-    limits: Budget, team: Team | None = None
-) -> Iterator[Callable[[SearchProgress], None]]:
-    """Shows, on a terminal, how far the search is and what each method has found."""
+    limits: Budget,
+) -> Iterator[Callable[[SearchProgress, Mapping[str, float]], None]]:
+    """Shows, on a terminal, how far the search is, what each method has found, and how the workers
+    are busy, where there are any."""
     with (
-        Live(
-            "compiling the simulator ...",
-            console=common.errors,
-            transient=True,
-            refresh_per_second=4,
-        )
+        Live("starting ...", console=common.errors, transient=True, refresh_per_second=4)
         if common.errors.is_terminal and common.verbosity is not common.Verbosity.QUIET
         else nullcontext() as display
     ):
 
-        def observe(progress: SearchProgress) -> None:
+        def show(progress: SearchProgress, workers: Mapping[str, float]) -> None:
             if display is not None:
                 view = _progress_view(progress, limits)
-                if team is not None:
-                    view.add_row("", distribution.described(team))
+                if workers:
+                    view.add_row("", _workers(workers))
                 display.update(view)
 
-        yield observe
+        yield show
 
 
 def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
@@ -376,6 +332,20 @@ def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
     return view
 
 
+def _workers(status: Mapping[str, float]) -> str:
+    """A line for the progress display."""
+    busy, count = int(status["workers_busy"]), int(status["workers"])
+    line = f"{busy} of {count} workers busy, {count - busy} idle"
+    if status["workers_replaced"]:
+        line += f", {status['workers_replaced']:.0f} replaced"
+    if "controllers" in status:
+        line = (
+            f"{status['controllers']:.0f} controllers, {line}, "
+            f"{status['trials_per_second']:,.1f} trials/s, staleness {status['staleness']:.1f}"
+        )
+    return line
+
+
 def _learning(metrics: dict[str, float] | None) -> str:
     """How the last update of a method that learns went."""
     if metrics is None:
@@ -396,8 +366,8 @@ def _found(trial: Trial | None) -> str:
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
     """A run of several methods (auto) or of one, as one row of the comparison."""
-    from placewright.api import row
-    from placewright.search import MethodResult
+    from placewright.session.result import row
+    from placewright.session.search import MethodResult
 
     failed = next((r.best for r in result.methods if r.best is not None), None)
     return row(

@@ -4,9 +4,10 @@ A controller is a `Learner` whose updater lives elsewhere: it computes gradients
 the policy, sends them to the parameter server, and gets the parameters as they are by then. It
 waits for its own workers and for nobody else.
 
-The search's own process is the hub between controllers and workers. It alone knows the budget and
-what was tried before, so that no placement is tried twice, none too many, and all trials reach one
-journal.
+The search's own process is the hub between controllers and workers. To the search it is a placer
+like any other, whose proposals come when a controller has some. The search alone knows the budget
+and what was tried before, so that no placement is tried twice, none too many, and all trials reach
+one journal.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from placewright.budget import BATCH
 from placewright.distributed.workers import Workers, why
 from placewright.errors import WorkerError
 from placewright.learning.config import LearnerConfig
@@ -32,9 +34,8 @@ from placewright.learning.learner import Gradients, Learner, LearnerState, Updat
 from placewright.learning.policy import Policy
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
-from placewright.placers.base import Explorer
+from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.search import BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ _MOST_IDLE = 100 * BATCH
 
 _MOST_KNOWN = 100_000
 """Measurements kept so that nothing is tried twice."""
+
+_LISTEN_SECONDS = 0.5
+"""How long to wait for a controller at a time, where there is nothing else to wait for."""
 
 _RATE_TRIALS = 200
 """How many of the last trials the rate that is shown is of."""
@@ -166,10 +170,11 @@ class Controller:
         """Tells of what it asked for, then of the best that others found, and asks again."""
         learner = self._learner
         learner.tell(answers)
-        metrics = [record | self._updater.take_metrics() for record in learner.take_metrics()]
+        metrics = [record | self._updater.take_metrics() for record in learner.notes.metrics]
+        learner.notes.metrics.clear()
         learner.tell(others)
         state = learner.state() if metrics else None
-        return Turn(learner.ask(BATCH), learner.why_not, metrics, state)
+        return Turn(learner.ask(BATCH), learner.notes.why_not, metrics, state)
 
 
 @dataclass(eq=False)
@@ -194,7 +199,7 @@ class _Seat:
     done: bool = False
 
 
-class DistributedLearner(Explorer):
+class DistributedLearner(Placer):
     """A learned method, trained by several controllers.
 
     The learner it is made from asks its teachers and warms up, as always; its policy is then what
@@ -217,68 +222,58 @@ class DistributedLearner(Explorer):
         self._known: dict[Placement, Measurement] = {}
         self._trying: set[Placement] = set()
         self._best: list[Trial] = []
-        self._metrics: list[dict[str, float]] = []
         self._updates = 0
-        self._opening: list[Placement] | None = []
-        """What the teachers proposed last; None when the controllers have taken over."""
+        self._begun = False
+        """Whether the controllers have taken over from the teachers."""
         self._ended: deque[float] = deque(maxlen=_RATE_TRIALS)
         self._staleness = 0.0
         self.restarts = 0
 
     # --- what the search asks for ----------------------------------------------------------------
 
+    @property
+    def waiting(self) -> bool:  # type: ignore[override]
+        """Whether there may be something to propose once a controller has answered."""
+        return self._begun and not all(seat.done for seat in self._seats)
+
+    def ask(self, count: int) -> list[Placement]:
+        """What the teachers, or since then the controllers, want tried by now."""
+        if not self._begun:
+            asked = self._learner.opening(count)
+            if asked:
+                return asked
+            self._begin()
+        self._listen()
+        return self._next(count)
+
     def tell(self, trials: Sequence[Trial]) -> None:
-        new = [trial for trial in trials if trial.placement not in self._known]
-        for trial in new:
-            self._know(trial)
-        if self._server is None:
-            self._learner.tell(new)
-
-    def explore(self, most: float) -> list[tuple[Placement, Measurement]]:
-        if self._opening is not None:
-            self._open(most)
-        else:
-            self._feed(most)
-        refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
-        results, ready = self._workers.wait(0.5, list(refs))
-        for ref in ready:
-            self._take_turn(refs[ref])
-        for seat in refs.values():
-            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
-                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
-        results = [result for result in results if result[0] in self._trying]
-        for placement, measurement in results:
-            self._trying.discard(placement)
-            self._ended.append(time.monotonic())
-            self._know(self._trial(placement, measurement))
+        if not self._begun:
+            self._learner.tell(trials)
+        for trial in trials:
+            placement = trial.placement
+            if placement not in self._known:
+                self._know(trial)
+            if placement in self._trying:
+                self._trying.discard(placement)
+                self._ended.append(time.monotonic())
             for seat in self._seats:
-                seat.answers[placement] = measurement
-        if self._opening is None and all(seat.done for seat in self._seats):
-            self.finished = not self._trying
-        return results
-
-    def take_metrics(self) -> list[dict[str, float]]:
-        taken, self._metrics = self._metrics, []
-        return taken
+                seat.answers[placement] = trial.measurement
 
     def close(self) -> None:
-        self._workers.drop()
-        self._trying.clear()
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
             seat.actor = seat.ref = None
         if self._server is not None:
             ray.kill(self._server)
+            self._server = None
 
     def status(self) -> dict[str, float]:
         """What there is to watch besides learning."""
         since = time.monotonic() - self._ended[0] if self._ended else 0.0
         return {
             "controllers": sum(not seat.done for seat in self._seats),
-            "workers": self._workers.count,
-            "workers_busy": self._workers.busy,
-            "workers_replaced": self._workers.replaced,
+            **self._workers.status(),
             "controllers_restarted": self.restarts,
             "trials_per_second": len(self._ended) / since if since else 0.0,
             "staleness": self._staleness,
@@ -312,53 +307,60 @@ class DistributedLearner(Explorer):
         for seat, state in zip(self._seats, states, strict=False):
             seat.state = state
         self._updates = sum(int(state.described["updates"]) for state in states)
-        self._opening = None
+        self._begun = True
         for trial in told:
             self._know(trial)
         return True
 
     # --- before the controllers ------------------------------------------------------------------
 
-    def _open(self, most: float) -> None:
-        """The teachers' placements, tried by all workers."""
-        learner = self._learner
-        while not self._trying:
-            learner.tell([self._trial(p, self._known[p]) for p in self._opening or ()])
-            self._opening = learner.opening(int(min(BATCH, most)))
-            if not self._opening:
-                break
-            new = [p for p in dict.fromkeys(self._opening) if p not in self._known]
-            self._trying.update(new)
-            self._workers.submit(new)
-        if self._trying:
-            return
-        self._opening = None
-        if learner.has_choice:
-            learner.warm_up()
+    def _begin(self) -> None:
+        """The controllers take over from the teachers."""
+        self._begun = True
+        if self.problem.has_choice:
+            self._learner.warm_up()
         else:
-            self.why_not = learner.why_not
+            self.notes.why_not = self._learner.notes.why_not
             for seat in self._seats:
                 seat.done = True
 
     # --- controllers -----------------------------------------------------------------------------
 
-    def _feed(self, most: float) -> None:
-        """Starts turns, and gives workers what the controllers want tried."""
+    def _listen(self) -> None:
+        """Takes what controllers have to say, and begins their next turns."""
         if self._server is None and not all(seat.done for seat in self._seats):
             self._start_server()
         for seat in self._seats:
-            if seat.done:
-                continue
-            if seat.actor is None:
+            if not seat.done and seat.actor is None:
                 self._start(seat)
-            while seat.waiting and len(self._trying) < most:
+            answered = all(placement in seat.answers for placement in seat.asked)
+            if not seat.done and seat.ref is None and answered:
+                self._begin_turn(seat)
+        turns = {seat.ref: seat for seat in self._seats if seat.ref is not None}
+        if turns:
+            ready, _ = ray.wait(list(turns), timeout=0 if self._trying else _LISTEN_SECONDS)
+            if ready:
+                ready, _ = ray.wait(list(turns), num_returns=len(turns), timeout=0)
+            for ref in ready:
+                self._take_turn(turns[ref])
+        for seat in turns.values():
+            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
+                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
+
+    def _next(self, count: int) -> list[Placement]:
+        """What the controllers want tried, each by its own workers."""
+        found: list[Placement] = []
+        for seat in self._seats:
+            own: list[Placement] = []
+            while seat.waiting and len(found) + len(own) < count:
                 placement = seat.waiting.popleft()
                 # Another controller may have asked for it in the meantime.
                 if placement not in self._known and placement not in self._trying:
-                    self._trying.add(placement)
-                    self._workers.submit([placement], seat.number)
-            if seat.ref is None and all(p in seat.answers for p in seat.asked):
-                self._begin_turn(seat)
+                    own.append(placement)
+            self._workers.assign(own, seat.number)
+            self._trying.update(own)
+            found += own
+        return found
 
     def _begin_turn(self, seat: _Seat) -> None:
         answers = [self._trial(placement, seat.answers[placement]) for placement in seat.asked]
@@ -390,14 +392,14 @@ class DistributedLearner(Explorer):
             self._updates += 1
             self._staleness += 0.1 * (record["staleness"] - self._staleness)
             of_all = self.status() | {"staleness": record["staleness"]}
-            self._metrics.append(
+            self.notes.metrics.append(
                 record | of_all | {"update": self._updates, "controller": seat.number}
             )
         new = [p for p in dict.fromkeys(turn.asked) if p not in self._known]
         seat.idle = 0 if new else seat.idle + len(turn.asked)
         if not turn.asked or seat.idle >= _MOST_IDLE:
             seat.done = True
-            self.why_not = turn.why_not
+            self.notes.why_not = turn.why_not
             return
         seat.asked = turn.asked
         seat.answers = {p: self._known[p] for p in turn.asked if p in self._known}

@@ -10,10 +10,71 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from placewright.errors import LearningError
-from placewright.learning.policy import PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """The shape of the network. Where the paper gives no number, that of its authors' later
+    controller (Hierarchical Planner, 2018) is named."""
+
+    hidden: int = 128
+    """Units of the LSTMs. The later controller has 512, and so has `reinforce`; for `ppo` a quarter
+    of it learns as well, several times faster on a CPU."""
+    bidirectional: bool = True
+    """Whether the encoder also reads backwards, each direction with half the units (as in the later
+    controller)."""
+    type_embedding: int = 32
+    """Width of the embedding of op types."""
+    attention: int = 16
+    """Width of the additive attention. Its tanh over samples x groups x groups is most of the cost
+    of an update on a CPU."""
+    adjacency: Literal["list", "neighbours"] = "neighbours"
+    """How a group's neighbours are seen. `list`: which groups feed it and which it feeds, a column
+    for each group (the paper's), which ties the policy to graphs of one size. `neighbours`: the
+    mean of the neighbours' own features, weighted by traffic, two rounds."""
+    logarithms: bool = True
+    """Type counts and output shapes as logarithms instead of plain numbers."""
+    costs: bool = True
+    """Whether work, memory, traffic and position of a group are seen."""
+    aligned: bool = True
+    """Whether the decoder's step for a group also gets the encoder's state of that group; in the
+    paper only attention leads there."""
+    running: bool = True
+    """Whether the decoder sees what it did so far: each device's load and memory, and where the
+    group's neighbours went."""
+    device_features: bool = True
+    """Whether a device's embedding is also made from what the device is (speed, memory, CPU or
+    not), which lets a policy move to another cluster."""
+    max_devices: int = 16
+    """Rows of the table of device embeddings; more where the problem has more devices."""
+    tanh_constant: float = 5.0
+    """C of C * tanh(logits / T), which keeps the policy from being certain too soon (the later
+    controller's)."""
+    temperature: float = 5.0
+    """T of the same. 5 leaves small logits as they are; the paper's preset has 1."""
+    forget_bias: float = 1.0
+    """Added to the LSTMs' forget gates at the start (the later controller's)."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "type_embedding", "attention", "max_devices"):
+            if getattr(self, name) < 1:
+                raise LearningError(f"policy: {name} must be at least 1, not {getattr(self, name)}")
+        if self.bidirectional and self.hidden % 2:
+            raise LearningError(
+                f"policy: hidden must be even for a bidirectional encoder, not {self.hidden}"
+            )
+        if self.adjacency not in ("list", "neighbours"):
+            raise LearningError(
+                f"policy: adjacency is 'list' or 'neighbours', not {self.adjacency!r}"
+            )
+        for name in ("tanh_constant", "temperature"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise LearningError(f"policy: {name} must be positive, not {getattr(self, name)}")
+        if not math.isfinite(self.forget_bias):
+            raise LearningError(f"policy: forget_bias must be a number, not {self.forget_bias}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +83,9 @@ class LearnerConfig:
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The network. Its fields are set as `policy.hidden=256`."""
-    samples: int = 16
+    samples: int | None = None
     """K: placements sampled for one update. In the paper one for each worker of a controller, 4 to
-    8 for each of 20 controllers."""
+    8 for each of 20 controllers. None: 16, or 4 where polishing is done on estimates."""
     learning_rate: float = 2e-3
     """Of Adam, at the start."""
     learning_rate_decay: float = 0.5
@@ -42,15 +103,13 @@ class LearnerConfig:
     failures_until: int = 5000
     """After so many updates only placements that ran update the parameters and the baseline: late
     in training a failure is more likely the machine's than the placement's (paper, section 3.1)."""
-    noise: float = 0.0
+    noise: float | None = None
     """Standard deviation of the logarithm of a measured time, where measuring the same placement
     again gives another. The times of placements that are nearly the same, or give the devices as
     much to do, then count together, for the reward as for what is imitated, and a failure is no
     worse than a bit slower than the slowest of its batch, as it may be the machine's. Polishing, if
-    there is any, is done on these estimates, and methods then make `samples` 4 and `polish` 12
-    unless told otherwise. 0: every time is taken for what it is. Where it is not given, methods
-    take what the evaluator says of itself, but not for `reinforce`, nor where workers measure
-    (`--workers`)."""
+    there is any, is done on these estimates. 0: every time is taken for what it is. None: what the
+    evaluator says of itself."""
     normalise: bool = True
     """Advantages within a batch are brought to mean 0 and deviation 1; otherwise they are taken
     against the moving average (the paper's)."""
@@ -79,16 +138,16 @@ class LearnerConfig:
     none."""
     imitation: float = 1.0
     """Weight of imitating them in each update; 0: off."""
-    warm_start: int = 60
+    warm_start: int | None = None
     """Gradient steps of imitation before the first sample, on the classical placements it is told
-    of or computes itself; 0: from scratch."""
-    polish: int = 240
+    of or computes itself; 0: from scratch. None: 60, or 0 for a policy that was trained already,
+    which imitating others could only spoil."""
+    polish: int | None = None
     """Placements tried by a local search around the elites after each update's samples; the policy
     then imitates what it found (expert iteration). 0: off. With `noise` that search is on
-    estimates, and only what looks best to it is tried. Methods make it, unless told otherwise,
-    1,500 where the budget is one of time alone, as an update takes as long as simulating so many;
-    12 with `noise`; and 0 where a trial takes seconds and no noise is known of (`--workers`). A run
-    that is resumed with another kind of budget needs to be told the number it began with."""
+    estimates, and only what looks best to it is tried. None: as evaluator and budget make sensible,
+    see `resolved`. A run that is resumed with another kind of budget needs to be told the number it
+    began with."""
 
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local
@@ -103,17 +162,16 @@ class LearnerConfig:
             if kind.startswith("float") and value is not None and not math.isfinite(value):
                 raise LearningError(f"learner: {name} must be a number, not {value}")
         for name in ("samples", "epochs", "learning_rate_halving", "entropy_halving"):
-            if getattr(self, name) < 1:
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise LearningError(f"learner: {name} must be at least 1, not {value}")
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
             "imitation", "warm_start", "polish", "imitation_steps", "settled", "noise",
         ):  # fmt: skip
-            if getattr(self, name) < 0:
-                raise LearningError(
-                    f"learner: {name} must not be negative, not {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise LearningError(f"learner: {name} must not be negative, not {value}")
         for name in ("learning_rate", "clip_norm", "failing_seconds", "clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -129,6 +187,79 @@ class LearnerConfig:
             )
         if (self.warm_start or self.polish or self.imitation) and not self.elites:
             raise LearningError("learner: imitation, warm_start and polish need elites")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(LearnerConfig):
+    """One that leaves nothing open; `resolved` makes it."""
+
+    samples: int
+    noise: float
+    warm_start: int
+    polish: int
+
+
+def resolved(
+    config: LearnerConfig,
+    *,
+    cheap: bool = True,
+    noise: float = 0.0,
+    by_time: bool = False,
+    trained: bool = False,
+) -> ResolvedConfig:
+    """The config with everything that it leaves open (None) decided.
+
+    `cheap` and `noise` are what the evaluator says of itself, `by_time` is whether the budget is
+    one of time alone, `trained` whether there is a policy to go on from.
+
+    - `noise` is the evaluator's.
+    - `warm_start` is 60; 0 for a trained policy, and where there are no elites to imitate.
+    - `polish` is 240; 1,500 where time counts and not trials, as an update takes about as long as
+      simulating so many placements of a model with a few thousand ops; 12 where times are noisy:
+      what is found by estimates is as good as the estimates are, so few placements are tried until
+      there are better ones; 0 where a trial takes seconds and its time is taken for exact.
+    - `samples` is 16; 4 where polishing is done on estimates, for the same reason.
+    """
+    if config.noise is not None:
+        noise = config.noise
+    polish, warm_start, samples = config.polish, config.warm_start, config.samples
+    if polish is None:
+        if not config.elites:
+            polish = 0
+        elif noise:
+            polish = 12
+        elif cheap:
+            polish = 1500 if by_time else 240
+        else:
+            polish = 0
+    if warm_start is None:
+        warm_start = 0 if trained or not config.elites else 60
+    if samples is None:
+        samples = 4 if noise and polish else 16
+    values = {entry.name: getattr(config, entry.name) for entry in fields(LearnerConfig)}
+    values |= {"noise": noise, "polish": polish, "warm_start": warm_start, "samples": samples}
+    return ResolvedConfig(**values)
+
+
+_STEP_SECONDS_PER_GROUP = 2.7e-4
+"""What a gradient step of a policy 128 wide takes for each group: its LSTMs read and place one
+group after another."""
+
+_STEP_SECONDS_PER_SCORE = 1.6e-9
+"""What it takes for each number in the attention's scores: placements x groups x groups x width."""
+
+
+def update_seconds(config: ResolvedConfig, groups: int, updates: int) -> float:
+    """What the warm start and so many updates are taken to need, trials and polishing aside.
+
+    The two constants fit what graphs of 24 to 400 groups took on one of two busy cores, within a
+    tenth from 60 groups on. They are the same everywhere, however fast the machine is.
+    """
+    rows = config.samples + config.elites
+    step = groups * _STEP_SECONDS_PER_GROUP
+    step += rows * groups**2 * config.policy.attention * _STEP_SECONDS_PER_SCORE
+    steps = config.epochs + (config.imitation_steps if config.polish else 0)
+    return step * (config.warm_start + updates * steps)
 
 
 def _types(config: Any) -> dict[str, str]:
@@ -152,7 +283,9 @@ REINFORCE = LearnerConfig(
         device_features=False,
         temperature=1.0,
     ),
+    samples=16,
     learning_rate=5e-4,
+    noise=0.0,
     normalise=False,
     epochs=1,
     clip=None,
@@ -168,31 +301,34 @@ PRESETS = {"reinforce": REINFORCE, "ppo": PPO}
 
 
 def configured(base: LearnerConfig, settings: Sequence[str]) -> LearnerConfig:
-    """The config with `name=value` settings applied, as the command line gives them."""
-    changes, policy_changes = parsed(settings)
-    # All at once: some only make sense together.
-    return replace(base, policy=replace(base.policy, **policy_changes), **changes)
-
-
-def parsed(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values by name, of the learner and of its policy."""
+    """The config with `name=value` settings applied, as a command line gives them."""
     changes: dict[str, Any] = {}
     policy_changes: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = (part.strip() for part in setting.partition("="))
         if not equals:
-            raise LearningError(f"--learner {setting!r} is not of the form name=value")
+            raise LearningError(f"setting {setting!r} is not of the form name=value")
         if name == "policy":
-            raise LearningError(f"--learner {setting!r}: set its fields, such as policy.hidden=256")
+            raise LearningError(f"setting {setting!r}: set its fields, such as policy.hidden=256")
         of_policy = name.startswith("policy.")
         name = name.removeprefix("policy.")
         types = _types(PolicyConfig if of_policy else LearnerConfig)
         if name not in types:
             close = difflib.get_close_matches(name, types, 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
-            raise LearningError(f"--learner {setting!r}: unknown setting {name!r}; {hint}")
+            raise LearningError(f"setting {setting!r}: unknown setting {name!r}; {hint}")
         (policy_changes if of_policy else changes)[name] = _value(types[name], text, setting)
-    return changes, policy_changes
+    # All at once: some only make sense together.
+    return replace(base, policy=replace(base.policy, **policy_changes), **changes)
+
+
+def configured_presets(
+    names: Sequence[str], settings: Sequence[str]
+) -> dict[str, LearnerConfig] | None:
+    """The presets of the learned methods among these with such settings; None without settings."""
+    if not settings:
+        return None
+    return {name: configured(PRESETS[name], settings) for name in names if name in PRESETS}
 
 
 def _value(kind: str, text: str, setting: str) -> Any:
@@ -206,5 +342,5 @@ def _value(kind: str, text: str, setting: str) -> Any:
         if kind.startswith("float"):
             return float(text)
     except (ValueError, KeyError):
-        raise LearningError(f"--learner {setting!r}: {text!r} is not of type {kind}") from None
+        raise LearningError(f"setting {setting!r}: {text!r} is not of type {kind}") from None
     return text

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from placewright.errors import LearningError, PlacementError
 from placewright.graph import IndexArray
-from placewright.learning.config import LearnerConfig
+from placewright.learning.config import LearnerConfig, resolved
 from placewright.learning.features import features
 from placewright.learning.imagination import Imagination
 from placewright.learning.policy import Policy
@@ -38,9 +37,6 @@ FORMAT = "placewright-checkpoint/1"
 
 _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
-
-_SHARE_BESIDE_LOCAL_SEARCH = 0.5
-"""Of the budget, while the local search has 1; chosen with `benchmarks.placers`."""
 
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
@@ -139,13 +135,20 @@ class Learner(Placer):
         policy: Policy | None = None,
         updater: Updater | None = None,
         teachers: Sequence[Placer] = (),
+        polisher: LocalSearch | None = None,
+        previous: Learner | None = None,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
-        `teachers` are asked for placements to begin with, unless the search tells of some."""
+        `teachers` are asked for placements to begin with, unless the search tells of some.
+        `polisher` is the local search that it polishes with, if not one of its own. `previous` is
+        the learner of the same placements under other costs, to go on with: what was learned of the
+        graph holds under these as well, and times do not."""
         super().__init__(problem)
         self.name = name
-        self.config = config
+        self.config = config = resolved(config)
         self.seed = seed
+        if previous is not None:
+            updater = previous.updater
         if updater is None:
             self._greedy_due = policy is not None
             if policy is None:
@@ -158,7 +161,7 @@ class Learner(Placer):
             updater = Updater(policy, config)
         else:
             self._greedy_due = False
-        self.updater = updater
+        self.updater: Updater = updater
         self.policy = updater.policy
         self._random = torch.Generator().manual_seed(seed)
         self._teachers = list(teachers) if config.warm_start else []
@@ -167,29 +170,18 @@ class Learner(Placer):
         self._norm = 0.0
         self._entropy = math.nan
         self._skipped = 0
-        self._metrics: list[dict[str, float]] = []
-        self._begin(problem)
-        # A `local-search` that comes after this one in the search.
-        self._successor: LocalSearch | None = None
-        self._baseline: float | None = self._failing_reward
-        # The best placements under other costs, which are to be tried under these.
-        self._again: list[Placement] = []
-
-    def _begin(self, problem: Problem) -> None:
-        """Whatever hangs on the problem's costs, as it is before the first trial."""
-        self.problem = problem
         seen = features(problem, self.policy.types)
         self._x = self.policy.inputs(seen)
         self._order = torch.from_numpy(seen.order.astype(np.int64))
         self._failing_reward = -math.sqrt(self.config.failing_seconds or _failing_seconds(problem))
         self._elites: list[_Elite] = []
+        self._baseline: float | None = self._failing_reward
         self._smoother: Smoother | None = None
         self._imagination: Imagination | None = None
         if self.config.noise:
             self._smoother = Smoother(problem, self.config.noise)
             if self.config.polish:
                 self._imagination = Imagination(problem, self._smoother, self.seed)
-        self.why_not = ""
         self._asked_any = False
         self._novelty = 1.0
         self._recent: dict[int, None] = {}
@@ -203,7 +195,8 @@ class Learner(Placer):
         self._others: set[Placement] = set()
         # Polishing: a local search, or what it came to on estimates where times are noisy, and how
         # many placements may be tried until the next update.
-        self._polisher: LocalSearch | None = None
+        self._polisher = polisher
+        self._polishing = False
         self._imagined: list[Placement] = []
         self._polish_left = 0
         self._polish_asked: set[Placement] = set()
@@ -212,56 +205,20 @@ class Learner(Placer):
         # times.
         self._resumed: Sequence[Trial] = ()
         self._snapshot: LearnerState | None = None
+        # The best placements under other costs, which are to be tried under these.
+        self._again: list[Placement] = []
+        if previous is not None:
+            self._go_on_from(previous)
 
-    def continue_under(self, problem: Problem) -> bool:
-        """The policy and its optimizer go on, and so do all schedules: what was learned of the
-        graph holds under other costs as well. Times do not. The best placements are proposed again
-        to learn theirs; the baseline starts from the first rewards; samples that wait for answers,
-        the local search and what counts as proposed before are forgotten."""
-        if _shape(problem) != _shape(self.problem):
-            return False
-        best = [elite.placement.devices for elite in self._elites[: self.config.elites]]
-        self._begin(problem)
-        self._again = [Placement.of(problem, devices) for devices in best]
+    def _go_on_from(self, previous: Learner) -> None:
+        """The policy and its optimizer go on, and so do all schedules. The best placements are
+        proposed again to learn their times; the baseline starts from the first rewards."""
+        best = previous._elites[: previous.config.elites]
+        self._again = [Placement.of(self.problem, elite.placement.devices) for elite in best]
         self._baseline = None
-        self._teachers, self._successor = [], None  # they know the old costs only
+        self._random, self.updates = previous._random, previous.updates
+        self._warm, self._norm = previous._warm, previous._norm
         self._greedy_due = self.updates > 0  # it is a trained policy by now
-        return True
-
-    def before(self, others: Sequence[Placer]) -> None:
-        """It polishes with the local search that comes after it, which then goes on where this one
-        ended. Two that know nothing of each other would both begin at the beginning."""
-        self._successor = next((other for other in others if isinstance(other, LocalSearch)), None)
-
-    @property
-    def share(self) -> float:  # type: ignore[override]
-        """Less where a local search comes after it that goes on with its own work."""
-        beside = self._successor is not None and self._polishes_exactly
-        return _SHARE_BESIDE_LOCAL_SEARCH if beside else 1.0
-
-    @property
-    def part_beside_local_search(self) -> float:
-        """Of the budget, where such a local search is the only other endless method."""
-        return _SHARE_BESIDE_LOCAL_SEARCH / (_SHARE_BESIDE_LOCAL_SEARCH + LocalSearch.share)
-
-    def seconds_for(self, updates: int) -> float:
-        """About how long it takes here to compute the warm start and so many updates. The trials of
-        their samples, and polishing, come on top of that."""
-        config = self.config
-        random = torch.Generator().manual_seed(0)  # its own: what is proposed stays the same
-        sampling, stepping = math.inf, math.inf
-        with _one_thread():
-            for _ in range(2):  # the first time is slower than all later ones
-                started = time.perf_counter()
-                actions, _ = self.policy.sample(self._x, config.samples, random)
-                actions.cpu()  # waits for a GPU
-                sampled = time.perf_counter()
-                logp_KG, _ = self.policy.score(self._x, actions.clone())
-                self._differentiate(-logp_KG.mean())
-                sampling = min(sampling, sampled - started)
-                stepping = min(stepping, time.perf_counter() - sampled)
-        steps = config.epochs + (config.imitation_steps if config.polish else 0)
-        return config.warm_start * stepping + updates * (sampling + steps * stepping)
 
     # --- ask -------------------------------------------------------------------------------------
 
@@ -270,26 +227,22 @@ class Learner(Placer):
         policy's samples, then polishing. None while all samples are asked for and some are not
         answered."""
         asked = self.opening(count)
-        if asked or not self.has_choice:
+        if asked or not self.problem.has_choice:
             return asked
         if self._sampled is None:
             may_polish = self.config.polish and not self._polished_all
             if self._novelty < self.config.settled and not may_polish:
-                self.why_not = "the policy proposes hardly anything it has not proposed before"
+                self.notes.why_not = "the policy proposes hardly anything new"
                 return []
             self.warm_up()
             self._sample()
         asked, self._waiting = self._waiting[:count], self._waiting[count:]
         return asked
 
-    @property
-    def has_choice(self) -> bool:
-        return bool((self.problem.allowed.sum(axis=1) > 1).any())
-
     def opening(self, count: int) -> list[Placement]:
         """Up to `count` placements that are no samples. Before the first sample that is the best
         guess and the teachers'; none when that is over."""
-        if not self.has_choice:
+        if not self.problem.has_choice:
             return self._only_one()
         asked = self._ask_others(count)
         self._others.update(asked)
@@ -300,7 +253,7 @@ class Learner(Placer):
         if self._asked_any:
             return []
         self._asked_any = True
-        self.why_not = "every group has only one device it may go to"
+        self.notes.why_not = "every group has only one device it may go to"
         return [Placement.of(self.problem, self.problem.allowed.argmax(axis=1))]
 
     def _ask_others(self, count: int) -> list[Placement]:
@@ -364,11 +317,13 @@ class Learner(Placer):
         return torch.from_numpy(devices.astype(np.int64))[self._order]
 
     def _ask_polisher(self, count: int) -> list[Placement]:
-        if self._polisher is None:
-            self._polisher = self._successor or LocalSearch(self.problem, seed=self.seed)
+        if not self._polishing:
+            self._polishing = True
+            self._polisher = self._polisher or LocalSearch(self.problem, seed=self.seed)
             self._polisher.tell(self._resumed)
             self._polisher.tell([e.trial for e in self._elites])
             self._resumed = ()
+        assert self._polisher is not None
         asked = self._polisher.ask(min(count, self._polish_left))
         self._polish_asked.update(asked)
         return asked
@@ -406,12 +361,14 @@ class Learner(Placer):
             self._teachers = []  # somebody has done that work
         for teacher in self._teachers[:1]:
             teacher.tell(trials)
-        if self._polisher is not None:
+        if self._polisher is not None and self._polishing:
             # It is told of the samples as well: what the policy finds is worth a look around.
             self._polisher.tell(trials)
             answered = {t.placement for t in trials} & self._polish_asked
             self._polish_left -= len(answered)
             self._polish_asked -= answered
+        if self._smoother is not None:
+            self.notes.favourites = [elite.placement for elite in self._smoothed(self._smoother)]
         if self._sampled is not None and all(answer is not None for answer in self._answers):
             self._update()
 
@@ -522,7 +479,7 @@ class Learner(Placer):
         """Ends an update: records what a watcher wants to see, and makes way for the next."""
         self.updates += 1
         times = [m.mean_seconds for m in measurements if m.ok]
-        self._metrics.append(
+        self.notes.metrics.append(
             {
                 "update": self.updates,
                 "reward_mean": float(np.mean([self._reward(m) for m in measurements])),
@@ -540,10 +497,6 @@ class Learner(Placer):
             self._polished_all = False  # other estimates, other proposals
         self._polish_left = 0 if self._polished_all else self.config.polish
         self._snapshot = self.state()
-
-    def take_metrics(self) -> list[dict[str, float]]:
-        taken, self._metrics = self._metrics, []
-        return taken
 
     # --- imitation -------------------------------------------------------------------------------
 
@@ -572,12 +525,6 @@ class Learner(Placer):
         self._elites.append(_Elite(seconds, trial.placement))
         self._elites.sort(key=lambda elite: elite.seconds)
         del self._elites[self._most_elites :]
-
-    def favourites(self) -> list[Placement]:
-        """Where times are noisy, the best by all that is known of them and of their like."""
-        if self._smoother is None:
-            return []
-        return [elite.placement for elite in self._smoothed(self._smoother)]
 
     def _smoothed(self, smoother: Smoother) -> list[_Elite]:
         with _one_thread():
@@ -663,7 +610,7 @@ class Learner(Placer):
         described = states[0].described | {
             "policy": self.policy.description(),
             "config": asdict(self.config),
-            "problem": self.problem.fingerprint,
+            "space": self.problem.space.fingerprint,
             "seed": self.seed,
             "steps": self.updater.steps,
             "others": [state.described for state in states[1:]],
@@ -721,11 +668,11 @@ class Learner(Placer):
         if not path.exists():
             return []
         described, tensors = read_tensors(path, FORMAT)
-        if described.get("problem") != self.problem.fingerprint:
-            raise LearningError(
-                f"{path}: checkpoint of problem {described.get('problem')}, this one is "
-                f"{self.problem.fingerprint}"
-            )
+        # Version 0.1.0 knew nothing of spaces.
+        own = self.problem.space.fingerprint if "space" in described else self.problem.fingerprint
+        made_for = described.get("space", described.get("problem"))
+        if made_for != own:
+            raise LearningError(f"{path}: checkpoint of problem {made_for}, this one is {own}")
         if described.get("policy") != _plain(self.policy.description()):
             raise LearningError(
                 f"{path}: checkpoint of a policy of another architecture; resume with the settings "
@@ -733,7 +680,7 @@ class Learner(Placer):
             )
         now = _plain(asdict(self.config)) | {"seed": self.seed}
         # What an older version did not know was as the default is.
-        then = _plain(asdict(LearnerConfig())) | dict(described.get("config") or {})
+        then = _plain(asdict(resolved(LearnerConfig()))) | dict(described.get("config") or {})
         then["seed"] = described.get("seed")
         for name, value in now.items():
             if name != "policy" and then.get(name) != value:
@@ -770,11 +717,6 @@ def _failing_seconds(problem: Problem) -> float:
     sendings += float(graph.tensor_bytes.sum()) * float(routes.seconds_per_byte.max())
     longest = float(finite.max(axis=0).sum()) + (problem.num_devices - 1) * sendings
     return max(longest * (1 + problem.cluster.contention), 1e-9)
-
-
-def _shape(problem: Problem) -> tuple[object, ...]:
-    """What a placement of a problem is made of, whatever it costs."""
-    return problem.graph, problem.grouping, problem.cluster.device_names
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -10,11 +10,10 @@ Letters in names: K samples, G groups, D devices, H hidden, A attention, F runni
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from placewright.errors import LearningError
 from placewright.learning import features as columns
+from placewright.learning.config import PolicyConfig
 from placewright.learning.features import Features, vocabulary
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.problem import Problem
@@ -30,68 +30,6 @@ FORMAT = "placewright-policy/1"
 
 RUNNING = 5
 """Running features of a step: see `_running`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """The shape of the network. Where the paper gives no number, that of its authors' later
-    controller (Hierarchical Planner, 2018) is named."""
-
-    hidden: int = 128
-    """Units of the LSTMs. The later controller has 512, and so has `reinforce`; for `ppo` a quarter
-    of it learns as well, several times faster on a CPU."""
-    bidirectional: bool = True
-    """Whether the encoder also reads backwards, each direction with half the units (as in the later
-    controller)."""
-    type_embedding: int = 32
-    """Width of the embedding of op types."""
-    attention: int = 16
-    """Width of the additive attention. Its tanh over samples x groups x groups is most of the cost
-    of an update on a CPU."""
-    adjacency: Literal["list", "neighbours"] = "neighbours"
-    """How a group's neighbours are seen. `list`: which groups feed it and which it feeds, a column
-    for each group (the paper's), which ties the policy to graphs of one size. `neighbours`: the
-    mean of the neighbours' own features, weighted by traffic, two rounds."""
-    logarithms: bool = True
-    """Type counts and output shapes as logarithms instead of plain numbers."""
-    costs: bool = True
-    """Whether work, memory, traffic and position of a group are seen."""
-    aligned: bool = True
-    """Whether the decoder's step for a group also gets the encoder's state of that group; in the
-    paper only attention leads there."""
-    running: bool = True
-    """Whether the decoder sees what it did so far: each device's load and memory, and where the
-    group's neighbours went."""
-    device_features: bool = True
-    """Whether a device's embedding is also made from what the device is (speed, memory, CPU or
-    not), which lets a policy move to another cluster."""
-    max_devices: int = 16
-    """Rows of the table of device embeddings; more where the problem has more devices."""
-    tanh_constant: float = 5.0
-    """C of C * tanh(logits / T), which keeps the policy from being certain too soon (the later
-    controller's)."""
-    temperature: float = 5.0
-    """T of the same. 5 leaves small logits as they are; the paper's preset has 1."""
-    forget_bias: float = 1.0
-    """Added to the LSTMs' forget gates at the start (the later controller's)."""
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "type_embedding", "attention", "max_devices"):
-            if getattr(self, name) < 1:
-                raise LearningError(f"policy: {name} must be at least 1, not {getattr(self, name)}")
-        if self.bidirectional and self.hidden % 2:
-            raise LearningError(
-                f"policy: hidden must be even for a bidirectional encoder, not {self.hidden}"
-            )
-        if self.adjacency not in ("list", "neighbours"):
-            raise LearningError(
-                f"policy: adjacency is 'list' or 'neighbours', not {self.adjacency!r}"
-            )
-        for name in ("tanh_constant", "temperature"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise LearningError(f"policy: {name} must be positive, not {getattr(self, name)}")
-        if not math.isfinite(self.forget_bias):
-            raise LearningError(f"policy: forget_bias must be a number, not {self.forget_bias}")
 
 
 class Inputs(NamedTuple):

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from placewright.budget import BATCH, Budget
 from placewright.errors import LearningError
 from placewright.evaluators.base import Evaluator
 from placewright.learning.config import LearnerConfig
 from placewright.learning.learner import Learner, Updater
 from placewright.learning.policy import Policy
-from placewright.measurement import Trial
+from placewright.measurement import Trial, better
 from placewright.placers.base import Placer
-from placewright.search import BATCH, Budget, better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,7 @@ def _one_update(
         training.trials += len(trials)
         for trial in trials:
             training.best[number] = better(training.best[number], trial)
-    for metrics in learner.take_metrics():
-        training.metrics[number] = metrics
+    if learner.notes.metrics:
+        training.metrics[number] = learner.notes.metrics[-1]
+        learner.notes.metrics.clear()
     return True

@@ -80,9 +80,9 @@ class Exact(Placer):
         self.config = config or ExactConfig()
         self.seed = seed
         self.proven = False
-        """Whether the search is complete: nothing is faster than `lower_bound_seconds`, and (for
+        """Whether the search is complete: nothing is faster than the noted bound, and (for
         CP-SAT: with its own order of ops) a proposed placement reaches it."""
-        self.lower_bound_seconds = quick_bound_seconds(problem)
+        self.notes.lower_bound_seconds = quick_bound_seconds(problem)
         self._told: set[bytes] = set()
         self._best: Trial | None = None
         self._count = count_placements(problem)
@@ -90,7 +90,7 @@ class Exact(Placer):
         if self._count <= self.config.max_placements:
             self._rest = (Placement.of(problem, devices) for devices in every_placement(problem))
         elif problem.graph.num_ops > self.config.max_ops:
-            self.why_not = (
+            self.notes.why_not = (
                 f"the graph has {problem.graph.num_ops} ops, exact takes up to "
                 f"{self.config.max_ops}, or problems with up to {self.config.max_placements:,} "
                 "placements within this budget"
@@ -117,9 +117,9 @@ class Exact(Placer):
         if len(self._told) == self._count and self._best is not None:
             self.proven = True
             if self._best.measurement.ok:
-                self.lower_bound_seconds = self._best.measurement.mean_seconds
+                self.notes.lower_bound_seconds = self._best.measurement.mean_seconds
             else:
-                self.why_not = f"none of all {self._count} placements runs"
+                self.notes.why_not = f"none of all {self._count} placements runs"
 
     def _solve(self) -> list[Placement]:
         """Placements CP-SAT found, the best first."""
@@ -130,21 +130,21 @@ class Exact(Placer):
         if found is None:
             return []
         if found.infeasible:
-            self.why_not = "no placement: the variables do not fit the devices' memory"
+            self.notes.why_not = "no placement: the variables do not fit the devices' memory"
             self.proven = True
             return []
         # A little less, for the small change that `Machine.ticks` does not count.
         bound = found.bound * machine.tick_seconds * (1 - 1e-9)
-        self.lower_bound_seconds = max(self.lower_bound_seconds, bound)
+        self.notes.lower_bound_seconds = max(self.notes.lower_bound_seconds, bound)
         # CP-SAT knows nothing of contention, so what is optimal for it is then a bound, no more.
         self.proven = found.optimal and not self.problem.cluster.contention
         placements = found.placements or ([start] if start is not None else [])
         if not placements:
-            self.why_not = f"CP-SAT found no placement in {self.config.max_seconds:g} s"
+            self.notes.why_not = f"CP-SAT found no placement in {self.config.max_seconds:g} s"
         logger.info(
             "exact: %d placements, bound %.6g s%s",
             len(placements),
-            self.lower_bound_seconds,
+            self.notes.lower_bound_seconds,
             ", proven" if self.proven else "",
         )
         return [Placement.of(self.problem, devices) for devices in placements]
@@ -178,12 +178,12 @@ class Exact(Placer):
                     timeout=request["seconds"] + _GRACE_SECONDS,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                self.why_not = "CP-SAT did not keep to its time"
-        if not self.why_not and result.returncode != 0:
+                self.notes.why_not = "CP-SAT did not keep to its time"
+        if not self.notes.why_not and result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-            self.why_not = f"CP-SAT ended with code {result.returncode}: {last}"
-        if self.why_not:
-            logger.warning("exact: %s", self.why_not)
+            self.notes.why_not = f"CP-SAT ended with code {result.returncode}: {last}"
+        if self.notes.why_not:
+            logger.warning("exact: %s", self.notes.why_not)
             return None
         answer = json.loads(result.stdout)
         bound = math.inf if answer["bound"] is None else answer["bound"]

@@ -99,20 +99,13 @@ class Repairing(Placer):
         super().__init__(placer.problem)
         self.name = placer.name
         self.endless, self.share = placer.endless, placer.share
+        self.notes = placer.notes
         self._placer = placer
         self._rounds = rounds
         """How often a proposal is repaired before giving it up."""
         self._round_of: dict[Placement, int] = {}
         """What was proposed, and after how many repairs."""
         self._repaired: deque[Placement] = deque()
-
-    @property
-    def why_not(self) -> str:  # type: ignore[override]
-        return self._placer.why_not
-
-    @property
-    def lower_bound_seconds(self) -> float:  # type: ignore[override]
-        return self._placer.lower_bound_seconds
 
     def ask(self, count: int) -> list[Placement]:
         placements: list[Placement] = []

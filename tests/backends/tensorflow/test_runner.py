@@ -196,7 +196,7 @@ def test_constraints_hold_for_measurements_too(
     wrong = dataclasses.replace(
         everything_right,
         devices=np.ones(problem.num_groups, dtype=np.int32),
-        problem=problem.fingerprint,
+        space=problem.space.fingerprint,
     )
     (measurement,) = MeasuredEvaluator(problem, runner).evaluate([wrong])
     assert measurement.outcome is Outcome.FAILED
