@@ -160,7 +160,7 @@ def workers_rows() -> Iterator[dict[str, Any]]:
     alone = 0.0
     for count in (1, 2, 4, 8, 16):
         trials = 40 * count
-        config = TeamConfig(workers=count)
+        config = TeamConfig(workers=count, resources={"CPU": 1.0})
         with assemble(problem, functools.partial(Waiting, problem), config, cheap=False) as team:
             # All are ready, and have compiled, before the clock starts.
             team.evaluator.evaluate(sample_placements(problem, 4 * count, seed=1))
@@ -189,7 +189,7 @@ def controllers_rows(seeds: int) -> Iterator[dict[str, Any]]:
         for seed in range(seeds):
             learner = Learner(problem, settings, name="ppo", seed=seed)
             clock = _Clock()
-            config = TeamConfig(controllers=controllers, workers=workers)
+            config = TeamConfig(controllers=controllers, workers=workers, resources={"CPU": 1.0})
             make = functools.partial(Waiting, problem)
             with assemble(problem, make, config, cheap=False) as team:
                 team.evaluator.evaluate(sample_placements(problem, 4 * ALL_WORKERS, seed=1))

@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from placewright.api import run
 
 from benchmarks import figures, tables
 from benchmarks.common import MODELS, Row, made_by, merge_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
-from placewright import calibration
+from placewright import calibration, place
 from placewright import methods as registry
 from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
-from placewright.budget import Budget
 from placewright.calibration import Fidelity, varied_placements
 from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
@@ -111,7 +109,7 @@ def fresh(
         (placer,) = registry.make([name], problem)
         for placement in placer.ask(problem.num_devices):
             found.setdefault(of_sets(placement, problem, sets), name)
-    best = run(problem, ["local-search"], Budget(seconds=5.0))
+    best = place(problem, method="local-search", budget=5.0)
     found.setdefault(of_sets(best.placement, problem, sets), "best")
     found = {p: kind for p, kind in found.items() if p.devices.tobytes() not in known}
     missing = max(0, count - len(found))

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from placewright.measuring import FinalConfig, search_measured
-from placewright.refine import RefineConfig, refine
 
 from benchmarks.common import MODELS, Row, made_by, markdown, marked, merge_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
@@ -32,11 +30,14 @@ from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.budget import Budget
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
+from placewright.evaluators.base import Request
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.journal import read_trials
 from placewright.learning.config import REINFORCE, LearnerConfig
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
+from placewright.session.config import RoundsConfig, SearchConfig
+from placewright.session.driver import Session
 from placewright.session.finals import in_rounds
 from placewright.session.result import Result
 
@@ -84,7 +85,7 @@ def compare(
     rounds: int,
     *,
     classical: Sequence[str] = CLASSICAL,
-    config: RefineConfig | None = None,
+    config: RoundsConfig | None = None,
     learner_config: LearnerConfig = REINFORCE,
 ) -> list[dict[str, Any]]:
     """What each way of searching found, measured side by side.
@@ -99,31 +100,27 @@ def compare(
         config: of the searches.
         learner_config: of the learner.
     """
-    config = config or RefineConfig()
+    config = config or RoundsConfig()
     answers: dict[str, Answer] = {}
+    config_of_ours = SearchConfig(
+        budget=ours.seconds, trials=ours.trials, evaluate="simulate+measure", rounds=config
+    )
     searched = _searched(
         problem,
-        lambda folder: refine(
-            problem, runner, registry.parse("auto").names, ours, directory=folder, config=config
-        ),
+        lambda folder: Session(problem, config_of_ours, runner=runner, directory=folder).run(),
     )
     if searched is None:
         raise SystemExit("no placement ran: see what `placewright measure` says of one")
     answers["simulate+measure"] = searched
     evaluator = MeasuredEvaluator(problem, runner)
     if learner is not None:
-        final = FinalConfig(finalists=config.finalists, final_rounds=config.final_rounds)
+        learning = SearchConfig(
+            method="reinforce", budget=learner.seconds, trials=learner.trials, evaluate="measure",
+            learner=learner_config, rounds=config,
+        )  # fmt: skip
         learned = _searched(
             problem,
-            lambda folder: search_measured(
-                problem,
-                evaluator,
-                ["reinforce"],
-                learner,
-                directory=folder,
-                config=final,
-                learner=learner_config,
-            ),
+            lambda folder: Session(problem, learning, runner=runner, directory=folder).run(),
             "reinforce",
         )
         if learned is not None:
@@ -137,7 +134,7 @@ def compare(
             answers[name] = (best, len(tried), runs_needed(best, tried))
     finals = in_rounds(
         [placement for placement, _, _ in answers.values()],
-        lambda placement: evaluator.run(placement, compared=True).measurement,
+        lambda placement: evaluator.run([Request(placement, compared=True)])[0].measurement,
         rounds,
     )
     found = answers["simulate+measure"][0]

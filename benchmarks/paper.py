@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from placewright.refine import RefineConfig
 
 from benchmarks import fidelity as fidelity_benchmark
 from benchmarks import figures, tables
@@ -71,6 +70,7 @@ from placewright.placement import Placement
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem, ProblemConfig
 from placewright.report.analysis import loads
+from placewright.session.config import RoundsConfig
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
 
@@ -571,7 +571,7 @@ def measured(settings: Settings) -> None:
                 learner_config=replace(REINFORCE, samples=settings.learner_samples),
                 classical=("single", "scotch", "mincut", "expert"),
                 # A short final: all answers are measured in turns again afterwards.
-                config=RefineConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
+                config=RoundsConfig(finalists=2, final_rounds=2, simulate_seconds=5.0),
             )
         rows = [{"model": model, **row} for row in found]
         print(measured_benchmark.answers_table(rows), flush=True)

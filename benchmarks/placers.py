@@ -18,8 +18,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from placewright.api import run
-
 from benchmarks.common import (
     CLUSTERS,
     MODELS,
@@ -32,9 +30,8 @@ from benchmarks.common import (
     write_csv,
 )
 from benchmarks.common import RESULTS as ALL_RESULTS
-from placewright import load, make_problem
+from placewright import load, make_problem, place
 from placewright import methods as registry
-from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Trial
@@ -98,7 +95,7 @@ def measure(
     for seed, name in itertools.product(seeds, methods):
         if name not in SEARCHES and seed != seeds[0]:
             continue
-        result = run(problem, registry.parse(name), Budget(seconds=seconds), seed=seed)
+        result = place(problem, method=name, budget=seconds, seed=seed)
         failed = next((m.best for m in result.methods if m.best is not None), None)
         rows.append(
             found_row(
@@ -157,7 +154,7 @@ def against_the_optimum() -> list[dict[str, Any]]:
             continue
         every = [Placement.of(problem, devices) for devices in every_placement(problem)]
         best = min(m.mean_seconds for m in SimulatedEvaluator(problem).evaluate(every))
-        result = run(problem, methods, Budget(trials=len(every) // 10), seed=seed)
+        result = place(problem, method=",".join(methods), trials=len(every) // 10, seed=seed)
         rows.append(
             {
                 "seed": seed,

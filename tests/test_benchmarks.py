@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placewright.refine import RefineConfig
 
 from benchmarks import figures, measured, paper, placers, tables
 from benchmarks.common import (
@@ -25,6 +24,7 @@ from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem
+from placewright.session.config import RoundsConfig
 from placewright.testing import tiny_problems
 
 # --- what they have in common --------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_answers_are_measured_side_by_side() -> None:
             Budget(trials=9),
             2,
             classical=("single", "expert"),
-            config=RefineConfig(finalists=1, final_rounds=1, simulate_seconds=0.5),
+            config=RoundsConfig(finalists=1, final_rounds=1, simulate_seconds=0.5),
         )
     rows = [{"model": "towers", **row} for row in found]
     methods = [row["method"] for row in rows]

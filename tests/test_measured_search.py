@@ -6,23 +6,22 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from placewright.measuring import FinalConfig, search_measured
-from placewright.refine import RefineConfig, Remembering, enough_for, refine
 
+import placewright
 from placewright.backends import RunConfig, load
 from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.backends.tensorflow.runner import TensorFlowRunner
-from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.costs import Costs
-from placewright.evaluators.measured import MeasuredEvaluator
-from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
+from placewright.session.config import RoundsConfig, SearchConfig
+from placewright.session.driver import Session
 from placewright.simulator import Simulator
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run  # the fixture of the command line
@@ -58,10 +57,10 @@ FETCH = ("--fetch", "train", "--fetch", "loss:0")
 
 
 def test_any_placer_can_be_measured(problem: Problem, runner: TensorFlowRunner) -> None:
-    evaluator = MeasuredEvaluator(problem, runner)
-    result = search_measured(
-        problem, evaluator, ["random"], Budget(trials=30), config=FinalConfig(final_rounds=2)
+    config = SearchConfig(
+        method="random", trials=30, evaluate="measure", rounds=RoundsConfig(final_rounds=2)
     )
+    result = Session(problem, config, runner=runner).run()
     assert {entry.method for entry in result.methods} == {"single", "expert", "random"}
     assert 20 < result.trials <= 30
     assert result.measured
@@ -72,11 +71,13 @@ def test_any_placer_can_be_measured(problem: Problem, runner: TensorFlowRunner) 
 
 
 def test_simulate_and_measure(problem: Problem, runner: TensorFlowRunner, tmp_path: Path) -> None:
-    config = RefineConfig(simulate_seconds=1.0, candidates=2, finalists=2, final_rounds=2)
-    budget = Budget(trials=24)
-    result = refine(
-        problem, runner, ["expert", "local-search"], budget, directory=tmp_path, config=config
+    config = SearchConfig(
+        method="expert,local-search",
+        trials=24,
+        evaluate="simulate+measure",
+        rounds=RoundsConfig(simulate_seconds=1.0, candidates=2, finalists=2, final_rounds=2),
     )
+    result = Session(problem, config, runner=runner, directory=tmp_path).run()
     assert result.measured
     assert 10 <= result.trials <= 24
     methods = {entry.method for entry in result.methods}
@@ -101,27 +102,20 @@ def test_simulate_and_measure(problem: Problem, runner: TensorFlowRunner, tmp_pa
     assert max(ends) == pytest.approx(1e6 * simulated, rel=1e-3)
     assert len({json.loads(line)["placement"] for line in lines}) >= 4
     # Its budget is used up, so going on adds nothing and forgets nothing.
-    again = refine(
-        problem, runner, ["expert"], Budget(trials=result.trials), directory=tmp_path,
-        config=config,
-    )  # fmt: skip
+    config = replace(config, method="expert", trials=result.trials)
+    again = Session(problem, config, runner=runner, directory=tmp_path).run()
     assert again.trials == result.trials
     assert again.best is not None
 
 
-def test_what_was_measured_counts_in_the_simulator(problem: Problem) -> None:
-    placement = Placement.of(problem, np.zeros(problem.num_groups, dtype=np.int32))
-    simulated = Remembering(problem, {}).evaluate([placement])[0]
-    known = {placement: type(simulated)(outcome=simulated.outcome, step_seconds=(1.0, 3.0))}
-    evaluator = Remembering(problem, known)
-    assert evaluator.evaluate([placement])[0].mean_seconds == 2.0
-    assert evaluator.best == {placement: 2.0}
-
-
-def test_a_budget_that_is_worth_it() -> None:
-    assert not enough_for(Budget(trials=5), 1e-3, 10)
-    assert enough_for(Budget(seconds=60), 0.3, 10)
-    assert not enough_for(Budget(seconds=60), 3.0, 10)
+def test_a_model_is_read_and_run_by_one_call(model: Path, tmp_path: Path) -> None:
+    result = placewright.place(
+        model, "cpu2", method="expert", trials=14, evaluate="measure", directory=tmp_path / "out",
+        run=RunConfig(steps=4, max_steps=4),
+    )  # fmt: skip
+    assert result.measured
+    assert result.comparisons
+    assert (tmp_path / "out" / "placement.json").exists()
 
 
 def test_measure_command(run: Callable[..., Run], model: Path, tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+import placewright
+from placewright.learning.config import LearnerConfig
+
 FILES = {
     "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "run.json",
     "summary.json",
@@ -276,3 +279,29 @@ def test_methods_are_listed(run: Callable[..., Any]) -> None:
                  "m-etf", "m-sct", "local-search", "exact"):  # fmt: skip
         assert name in names
     assert "scotch" in run("methods").out
+
+
+@pytest.mark.parametrize("method", ["auto", "heft,local-search", "ppo"])
+def test_python_writes_the_same_journal(
+    run: Callable[..., Any], graph_file: Path, method: str
+) -> None:
+    """The command and `placewright.place` with equal settings are one and the same search."""
+    learner = {"ppo": LearnerConfig(samples=8)} if method == "ppo" else None
+    options = ["--learner", "samples=8"] if learner else []
+    result = run(
+        "place", graph_file, "-c", "k80x2", "-m", method, "--trials", "80", "--seed", "5",
+        *options, "-o", "out",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    placewright.place(
+        graph_file, "k80x2", method=method, trials=80, seed=5, learner=learner, directory="again"
+    )
+    journals = []
+    for folder in ("out", "again"):
+        lines = Path(folder, "journal.jsonl").read_text().splitlines()
+        journals.append([json.loads(line) | {"at_seconds": 0} for line in lines])
+    assert journals[0] == journals[1]
+    assert len(journals[0]) > 50
+    assert json.loads(Path("out/run.json").read_text()) == json.loads(
+        Path("again/run.json").read_text()
+    )

@@ -11,5 +11,5 @@ from placewright.distributed.session import ray_session
 @pytest.fixture(scope="package")
 def ray() -> Iterator[None]:
     """One Ray for these tests, with room for a few workers."""
-    with ray_session(TeamConfig(workers=8)):
+    with ray_session(TeamConfig(workers=8, resources={"CPU": 1.0})):
         yield

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from placewright.budget import Budget
+from placewright.distributed.config import TeamConfig
 from placewright.distributed.training import (
     DistributedLearner,
     ParameterServer,
     _arrays,
 )
-from placewright.distributed.workers import ParallelEvaluator, Workers
+from placewright.distributed.workers import Workers
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.journal import Journal, read_trials
 from placewright.learning.config import PPO
@@ -45,27 +46,25 @@ def train(
     cheap: bool = False,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[Progress, DistributedLearner]:
+) -> tuple[Progress, dict[str, float]]:
     """Two controllers with two workers each; the journal must hold every trial once."""
-    workers = Workers(
-        make_evaluator, per_group=2, groups=2, resources={"CPU": 1.0}, trial_seconds=60.0,
-        cheap=cheap,
-    )  # fmt: skip
+    config = TeamConfig(controllers=2, workers=2, resources={"CPU": 1.0}, trial_seconds=60.0)
+    workers = Workers(problem, make_evaluator, config, cheap=cheap)
     learner = DistributedLearner(
         Learner(problem, CONFIG, name="ppo"), workers, controllers=2, max_staleness=None
     )
-    evaluator = ParallelEvaluator(problem, workers, cheap=cheap)
     path = folder / "journal.jsonl"
     with Journal(path, problem) as journal:
         progress = search(
-            [learner], evaluator, Budget(trials=trials), journal=journal, directory=folder,
+            [learner], workers, Budget(trials=trials), journal=journal, directory=folder,
             observe=observe, stop=stop,
         )  # fmt: skip
+    status = learner.status()
     learner.close()
     workers.close()
     recorded = read_trials(path, problem)
     assert len({trial.placement for trial in recorded}) == len(recorded) == progress.trials
-    return progress, learner
+    return progress, status
 
 
 @pytest.mark.usefixtures("ray")
@@ -109,10 +108,9 @@ def test_whoever_is_killed_the_run_goes_on(tmp_path: Path) -> None:
 
     # How soon those killed are back depends on the machine: the run ends when they are.
     most = 10_000
-    progress, learner = train(problem, make, tmp_path, most, observe=kill, stop=all_went_on)
+    progress, status = train(problem, make, tmp_path, most, observe=kill, stop=all_went_on)
     assert all_went_on()
     assert progress.trials < most
-    status = learner.status()
     assert status["workers_replaced"] >= 1
     assert status["controllers_restarted"] >= 3  # that one, and both without their server
     assert all(trial.measurement.ok for trial in read_trials(tmp_path / "journal.jsonl", problem))

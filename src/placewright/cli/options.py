@@ -208,11 +208,13 @@ def _read_all(shown: Shown, name: str, kind: Any, texts: list[str]) -> Any:
 
 
 def _number(kind: type, text: str, where: str) -> Any:
-    """A size is an int and an amount a float; neither is negative."""
-    if not re.fullmatch(r"0*[1-9][0-9]*" if kind is int else r"[0-9]*\.?[0-9]+", text):
-        what = "positive whole number" if kind is int else "amount"
-        raise UsageError(f"{where}: {text!r} is not a {what}") from None
-    return kind(text)
+    """A size is an int, an amount a float."""
+    if kind is int and not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise UsageError(f"{where}: {text!r} is not a positive whole number")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{where}: {text!r} is not a number") from None
 
 
 def split(text: str, option: str, form: str) -> tuple[str, str]:
@@ -269,8 +271,9 @@ _VALUE = r"\{[^{}]*\}|\([^()]*\)|'[^']*'|[\w./:-]*\w"
 
 def in_options(message: str) -> str:
     """An error of the library, which names arguments (`dims={'x.1': 8}`), with the options that
-    they are on the command line (`--dim x.1=8`)."""
+    they are on the command line (`--dim x.1=8`); and a name alone in backquotes likewise."""
     names = "|".join(map(re.escape, OPTIONS))
+    message = re.sub(rf"`({names})`", lambda found: option_names(found[1])[0], message)
     return re.sub(rf"(?<![\w.'\"-])({names})=({_VALUE})", _as_option, message)
 
 

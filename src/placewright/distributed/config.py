@@ -41,7 +41,7 @@ class TeamConfig:
         if not self.trial_seconds > 0:
             raise SearchError(f"a trial cannot be given {self.trial_seconds:g} seconds")
         if self.max_staleness is not None and not self.controllers:
-            raise SearchError("max_staleness means nothing without controllers")
+            raise SearchError("`max_staleness` means nothing without `controllers`")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise SearchError(f"staleness is at least 0, not {self.max_staleness}")
         for name, amount in (self.resources or {}).items():

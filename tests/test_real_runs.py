@@ -11,34 +11,39 @@ from typing import Any
 
 import numpy as np
 import pytest
-from placewright.measuring import Measuring, search_measured
-from placewright.refine import RefineConfig, Remembering, _Refinement, refine
 
 from placewright import methods as registry
-from placewright import refine as refining
-from placewright.backends import Run
+from placewright import place
+from placewright.backends import Run, Trace
 from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.budget import Budget
 from placewright.calibration import Calibration
-from placewright.cli import evaluation
 from placewright.cluster import Cluster
 from placewright.errors import SearchError, WorkerError
-from placewright.evaluators.base import Evaluator
+from placewright.evaluators.base import Evaluator, Request
 from placewright.evaluators.measured import MeasuredEvaluator
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.graph import frozen
+from placewright.journal import read_trials
+from placewright.learning.config import PPO, LearnerConfig
 from placewright.learning.learner import Learner
-from placewright.measurement import Measurement, Outcome
+from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem, ProblemConfig, make_problem
+from placewright.session import rounds as rounds_module
+from placewright.session.config import RoundsConfig, SearchConfig
 from placewright.session.directory import began_with
-from placewright.session.driver import place
+from placewright.session.driver import Session, enough_for, unaffordable, wanted_in
 from placewright.session.metrics import read_metrics
+from placewright.session.real import RealRuns
 from placewright.session.result import Result
+from placewright.session.rounds import Best, Rounds
 from placewright.session.search import Progress, search
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 
-QUICK = RefineConfig(simulate_seconds=1.0, candidates=2, finalists=2)
+QUICK = RoundsConfig(simulate_seconds=1.0, candidates=2, finalists=2)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +91,23 @@ def evaluator(devices: Devices, problem: Problem | None = None) -> MeasuredEvalu
     return MeasuredEvaluator(problem or devices.problem, devices)  # type: ignore[arg-type]
 
 
-def refined(devices: Devices, methods: Sequence[str], budget: Budget, **options: Any) -> Result:
-    return refine(devices.problem, devices, methods, budget, config=QUICK, **options)  # type: ignore[arg-type]
+def refined(devices: Devices, method: str, trials: int, **options: Any) -> Result:
+    """Turns of simulating and measuring."""
+    of_session = {name: options.pop(name) for name in ("directory", "stop") if name in options}
+    config = SearchConfig(
+        method=method, trials=trials, evaluate="simulate+measure", rounds=QUICK, **options
+    )
+    return Session(devices.problem, config, runner=devices, **of_session).run()  # type: ignore[arg-type]
+
+
+def measured(devices: Devices, trials: int, **of_session: Any) -> Result:
+    """Every trial of a random search a real run."""
+    config = SearchConfig(method="random", trials=trials, evaluate="measure")
+    return Session(devices.problem, config, runner=devices, **of_session).run()  # type: ignore[arg-type]
+
+
+def real_runs(devices: Devices, problem: Problem | None = None, **config: Any) -> RealRuns:
+    return RealRuns(problem or devices.problem, evaluator(devices, problem), SearchConfig(**config))
 
 
 def steady(seconds: float) -> Measurement:
@@ -108,7 +128,7 @@ def test_what_fails_in_the_final_cannot_win_and_does_not_spoil_it(problem: Probl
         return steady(1e-3 * seconds)
 
     devices = Devices(problem, behave)
-    result = refined(devices, ["expert"], Budget(trials=30))
+    result = refined(devices, "expert", 30)
     assert best
     assert result.best is not None
     assert result.placement not in best
@@ -125,7 +145,7 @@ def test_devices_that_break_leave_what_was_found(problem: Problem) -> None:
         return steady(seconds)
 
     devices = Devices(problem, behave)
-    result = refined(devices, ["expert"], Budget(trials=30))
+    result = refined(devices, "expert", 30)
     assert result.trials == 3
     assert result.fault == "the devices are gone"
     assert not result.interrupted
@@ -138,7 +158,7 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
         return steady(seconds * 1.02 ** len(devices.runs))
 
     devices = Devices(problem, behave)
-    result = refined(devices, ["local-search"], Budget(trials=40))
+    result = refined(devices, "local-search", 40)
     assert result.best is not None
     assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
     assert devices.runs.count(result.placement) > QUICK.final_rounds
@@ -151,20 +171,17 @@ def test_the_answer_is_compared_round_by_round(problem: Problem) -> None:
 
 
 def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
-    config = RefineConfig(simulate_seconds=1000.0)
-    real = Measuring(
-        problem, evaluator(Devices(problem)), Budget(seconds=100.0), 0, None,
-        lambda progress: None, lambda: False, config,
-    )  # fmt: skip
-    refinement = _Refinement(real=real, config=config, methods=["expert"], options={})
-    real.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
+    config = SearchConfig(budget=100.0, rounds=RoundsConfig(simulate_seconds=1000.0))
+    real = RealRuns(problem, evaluator(Devices(problem)), config)
+    rounds = Rounds(real=real, config=config, runner=None)
+    real.measure([(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")])
     # As if that run had taken two seconds: twenty of them are the final's.
     real._measured_seconds = 2.0
-    assert refinement._simulate_seconds() == pytest.approx(0.25 * (100.0 - 40.0), rel=0.05)
+    assert rounds._simulate_seconds() == pytest.approx(0.25 * (100.0 - 40.0), rel=0.05)
 
 
 def test_candidates_are_credited_to_who_proposed_them(problem: Problem) -> None:
-    simulator = Remembering(problem, {})
+    best = Best()
     placers = registry.make(["expert", "random", "local-search"], problem, seed=3, trials=400)
     seen: dict[Placement, str] = {}
     for placer in placers:
@@ -181,9 +198,29 @@ def test_candidates_are_credited_to_who_proposed_them(problem: Problem) -> None:
             return found
 
         placer.ask = asked  # type: ignore[method-assign]
-    search(placers, simulator, Budget(trials=200), journal=simulator)
-    assert set(simulator.found_by.values()) == {"expert", "random", "local-search"}
-    assert simulator.found_by == {p: seen[p] for p in simulator.best}
+    search(placers, SimulatedEvaluator(problem), Budget(trials=200), journal=best)
+    assert set(best.found_by.values()) == {"expert", "random", "local-search"}
+    assert best.found_by == {p: seen[p] for p in best.seconds}
+    seconds = [best.seconds[p] for p in best.ordered()]
+    assert seconds == sorted(seconds)
+
+
+def test_what_was_measured_counts_in_the_simulator(problem: Problem) -> None:
+    (slow,) = registry.make(["expert"], problem)[0].ask(1)
+    known = Trial(
+        placement=slow,
+        measurement=Measurement(outcome=Outcome.OK, step_seconds=(100.0, 300.0)),
+        placer="measured",
+    )
+    best = Best([known])
+    told: list[Trial] = []
+    placers = registry.make(["expert", "local-search"], problem)
+    for placer in placers:
+        placer.tell = told.extend  # type: ignore[method-assign]
+    search(placers[:1], SimulatedEvaluator(problem), Budget(trials=10), journal=best)
+    # It is told of what was measured, and that is also what its own proposal is answered with.
+    assert [trial.measurement.mean_seconds for trial in told] == [200.0, 200.0]
+    assert best.seconds == {}
 
 
 def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
@@ -197,7 +234,7 @@ def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
         return steady(seconds * (3.0 if placement in lucky else 1.0))
 
     devices = Devices(problem, behave)
-    result = search_measured(problem, evaluator(devices), ["random"], Budget(trials=60))
+    result = measured(devices, 60)
     assert lucky[0] not in devices.runs[:9]
     assert result.best is not None
     assert result.placement not in lucky
@@ -209,15 +246,10 @@ def test_the_luckiest_of_many_runs_is_not_the_answer(problem: Problem) -> None:
 
 
 def test_what_a_method_holds_for_the_best_is_in_the_final(problem: Problem) -> None:
-    devices = Devices(problem)
-    real = Measuring(
-        problem, evaluator(devices), Budget(trials=60), 0, None, lambda progress: None,
-        lambda: False, RefineConfig(finalists=2, final_rounds=1),
-    )  # fmt: skip
+    rounds = RoundsConfig(finalists=2, final_rounds=1)
+    real = real_runs(Devices(problem), trials=60, rounds=rounds)
     (random,) = registry.make(["random"], problem)
-    for placement in random.ask(8):
-        real.progress.seconds_of["random"] = 0.0
-        real.measure(placement, "random")
+    real.measure([(placement, "random") for placement in random.ask(8)])
     fastest = real.best_placements(8)
     real.favourites = [fastest[5], fastest[6]]
     real.final()
@@ -228,40 +260,114 @@ def test_what_a_method_holds_for_the_best_is_in_the_final(problem: Problem) -> N
     assert set(real.finals.means) == {fastest[0], fastest[1]}
 
 
+class Several(Evaluator):
+    """Workers, as it were: it tries three at a time, and answers in another order."""
+
+    cheap = False
+    parallel = 3
+
+    def __init__(self, devices: Devices) -> None:
+        self._one = evaluator(devices)
+        self._tried: list[tuple[Placement, Run]] = []
+        self.most = 0
+
+    @property
+    def problem(self) -> Problem:
+        return self._one.problem
+
+    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
+        return self._one.evaluate(placements)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        runs = self._one.run(requests)
+        self._tried += [(r.placement, run) for r, run in zip(requests, runs, strict=True)]
+        self.most = max(self.most, len(self._tried))
+
+    def collect(self, seconds: float) -> list[tuple[Placement, Run]]:
+        return [self._tried.pop()] if self._tried else []
+
+    def drop(self) -> None:
+        self._tried.clear()
+
+
+@pytest.mark.parametrize("how", ["measure", "simulate+measure"])
+def test_several_at_a_time_have_a_final_too(problem: Problem, how: Any, tmp_path: Path) -> None:
+    devices = Devices(problem)
+    several = Several(devices)
+    config = SearchConfig(method="local-search", trials=60, evaluate=how, rounds=QUICK)
+    result = Session(problem, config, pool=several, directory=tmp_path).run()
+    assert result.best is not None
+    assert several.most >= 2
+    assert len(result.best.measurement.step_seconds) == QUICK.final_rounds
+    assert {c.method for c in result.comparisons} | {result.best.placer} >= {"single", "expert"}
+    assert result.trials == len(devices.runs) <= 60
+    assert len(read_trials(tmp_path / "journal.jsonl", problem)) == result.trials
+
+
 def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
     def broken(devices: Devices, placement: Placement, seconds: float) -> Measurement:
         return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")
 
-    budget = Budget(trials=8)
     # No step times in its journal, from which one might guess that they were real.
-    search_measured(
-        problem, evaluator(Devices(problem, broken)), ["random"], budget, directory=tmp_path
-    )
+    measured(Devices(problem, broken), 8, directory=tmp_path)
     assert began_with(tmp_path) == "measure"
-    resume = str(tmp_path)
-    devices = RunConfig(addresses={"cpu:0": "a:1", "cpu:1": "a:2"})
-    how = evaluation.choose(None, "m.pb", problem.cluster, resume, budget, devices)
-    assert how == evaluation.MEASURE
-    for wanted in (evaluation.SIMULATE, evaluation.BOTH):
+    assert wanted_in(SearchConfig(), tmp_path) == "measure"
+    for wanted in ("simulate", "simulate+measure"):
         with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
-            evaluation.choose(wanted, "m.pb", problem.cluster, resume, budget, devices)
+            wanted_in(SearchConfig(evaluate=wanted), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
-        place(problem, trials=9, directory=tmp_path)
+        place(problem, trials=9, directory=tmp_path, evaluate="simulate")
     (tmp_path / "run.json").unlink()
     with pytest.raises(SearchError, match="does not say how it began"):
-        evaluation.choose(None, "m.pb", problem.cluster, resume, budget, devices)
+        place(problem, trials=9, directory=tmp_path)
+
+
+def test_real_runs_need_a_model_that_can_be_run(problem: Problem) -> None:
+    with pytest.raises(SearchError, match="needs a model that can be run, not only a graph"):
+        place(problem, evaluate="measure", trials=9)
 
 
 def test_a_measured_search_goes_on_where_it_was(problem: Problem, tmp_path: Path) -> None:
     for trials in (40, 50, 50):
         devices = Devices(problem)
-        result = search_measured(
-            problem, evaluator(devices), ["random"], Budget(trials=trials), directory=tmp_path
-        )
+        result = measured(devices, trials, directory=tmp_path)
         assert result.trials <= trials
         assert result.best is not None
     assert devices.runs == []
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == result.trials
+
+
+def test_real_runs_go_on_under_other_costs(problem: Problem, tmp_path: Path) -> None:
+    """Their times stay what they are, whatever is thought of the costs."""
+    first = measured(Devices(problem), 40, directory=tmp_path)
+    costs = dataclasses.replace(problem.costs, op_seconds=frozen(2 * problem.costs.op_seconds))
+    dearer = Devices(dataclasses.replace(problem, costs=costs))
+    again = measured(dearer, 50, directory=tmp_path)
+    assert first.trials + len(dearer.runs) == again.trials
+
+
+def test_a_budget_that_is_worth_it(problem: Problem) -> None:
+    assert not enough_for(Budget(trials=5), 1e-3, 10)
+    assert enough_for(Budget(seconds=60), 0.3, 10)
+    assert not enough_for(Budget(seconds=60), 3.0, 10)
+    assert unaffordable(problem, Budget(seconds=1.0)).startswith("the budget gives no time")
+    assert unaffordable(problem, Budget(seconds=1000.0)) == ""
+
+
+def test_what_nobody_asked_for_is_only_simulated(
+    problem: Problem, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = Devices(problem)
+
+    def how(**config: Any) -> str:
+        return Session(problem, SearchConfig(**config), runner=devices).evaluate  # type: ignore[arg-type]
+
+    assert how(budget=1000.0) == "simulate+measure"
+    assert how(trials=1000) == "simulate"
+    assert caplog.text == ""
+    assert how(budget=1.0) == "simulate"
+    assert "simulated only: the budget gives no time to measure ten placements" in caplog.text
+    assert how(budget=1.0, evaluate="measure") == "measure"
 
 
 # --- learned placers -----------------------------------------------------------------------------
@@ -274,7 +380,7 @@ def test_the_learned_placer_lives_through_all_rounds(
     problems: list[str] = []
     before: list[list[np.ndarray[Any, Any]]] = []
     after: list[list[np.ndarray[Any, Any]]] = []
-    trusted: list[set[float]] = []
+    told: list[set[float]] = []
 
     def weights(learner: Learner) -> list[np.ndarray[Any, Any]]:
         return [p.detach().numpy().copy() for p in learner.policy.parameters()]
@@ -287,20 +393,23 @@ def test_the_learned_placer_lives_through_all_rounds(
         learners.append(learner)
         problems.append(evaluator.problem.fingerprint)
         before.append(weights(learner))
-        trusted.append({elite.seconds for elite in learner._elites})
-        found = search(placers, evaluator, Budget(trials=40), **how)
+        told.append({trial.measurement.mean_seconds for trial in how["journal"].trials})
+        known = len(how["journal"].trials)
+        found = search(placers, evaluator, Budget(trials=known + 40), **how)
         after.append(weights(learner))
         return found
 
     def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
         return steady(3.0 * seconds)  # so that costs are corrected
 
-    monkeypatch.setattr(refining, "search", searching)
+    monkeypatch.setattr(rounds_module, "search", searching)
     devices = Devices(problem, behave)
-    small = ["policy.hidden=16", "samples=8", "warm_start=2", "polish=8", "imitation_steps=1"]
-    refined(devices, ["ppo"], Budget(trials=32), learner=small, directory=tmp_path)
+    small = LearnerConfig(
+        policy=dataclasses.replace(PPO.policy, hidden=16), samples=8, warm_start=2, polish=8,
+        imitation_steps=1,
+    )  # fmt: skip
+    refined(devices, "ppo", 32, learner=small, directory=tmp_path)
     assert len(learners) >= 2
-    assert len({id(learner) for learner in learners}) == 1
     assert len(set(problems)) > 1
     for first, second in zip(after, before[1:], strict=False):
         assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
@@ -308,9 +417,8 @@ def test_the_learned_placer_lives_through_all_rounds(
     # It begins every round with what was measured, and with nothing else.
     simulator = Simulator(problem)
     ran = np.stack([run.devices for run in devices.runs])
-    measured = 3.0 * simulator.run(ran).step_seconds
-    for seconds in (s for known in trusted for s in known):
-        assert np.isclose(measured, seconds, rtol=1e-6).any()
+    real = 3.0 * simulator.run(ran).step_seconds
+    assert all(np.isclose(real, seconds, rtol=1e-6).any() for known in told for seconds in known)
     # Its updates are one curve.
     updates = [record["update"] for record in read_metrics(tmp_path)]
     assert updates == list(range(1, learners[-1].updates + 1))
@@ -324,7 +432,7 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
         return steady(3.0 * seconds)
 
     first = Devices(problem, behave)
-    result = refined(first, ["local-search"], Budget(trials=28), directory=tmp_path)
+    result = refined(first, "local-search", 28, directory=tmp_path)
     assert first.traced == 2
     assert result.calibration is not None
     # Without `save`: also a run that is killed has them.
@@ -335,7 +443,7 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
     predicted = Simulator(kept).run(result.placement.devices[np.newaxis]).step_seconds[0]
     assert predicted == pytest.approx(result.step_seconds, rel=0.1)
     second = Devices(problem, behave)
-    again = refined(second, ["local-search"], Budget(trials=result.trials), directory=tmp_path)
+    again = refined(second, "local-search", result.trials, directory=tmp_path)
     assert second.traced == 0
     assert again.calibration is not None
     assert again.calibration.problem(problem) == kept
@@ -349,17 +457,17 @@ class Traced(Devices):
         names = self.problem.graph.op_names
         ops = dict.fromkeys(names, 1e-3)
         return dataclasses.replace(
-            run, trace={"ops": ops, "devices": dict(zip(names, devices, strict=True))}
+            run, trace=Trace(op_seconds=ops, device_of=dict(zip(names, devices, strict=True)))
         )
 
 
 def test_a_calibration_that_was_stopped_is_begun_anew(problem: Problem, tmp_path: Path) -> None:
     first = Traced(problem)
-    refined(first, ["expert"], Budget(trials=20), directory=tmp_path, stop=lambda: bool(first.runs))
+    refined(first, "expert", 20, directory=tmp_path, stop=lambda: bool(first.runs))
     assert first.traced == 1
     assert not (tmp_path / "costs.json").exists()
     second = Traced(problem)
-    refined(second, ["expert"], Budget(trials=20), directory=tmp_path)
+    refined(second, "expert", 20, directory=tmp_path)
     assert second.traced == 2
     assert (tmp_path / "costs.json").exists()
 
@@ -369,20 +477,18 @@ def test_nothing_is_called_a_calibration_that_is_none(problem: Problem, tmp_path
         return Measurement(outcome=Outcome.FAILED, reason="no step ever ended")
 
     devices = Devices(problem, broken)
-    result = refined(devices, ["expert"], Budget(trials=8), directory=tmp_path)
+    result = refined(devices, "expert", 8, directory=tmp_path)
     assert result.calibration is None
     assert not (tmp_path / "costs.json").exists()
 
 
-def _refinement(problem: Problem, devices: Devices, budget: Budget) -> _Refinement:
+def _rounds(problem: Problem, devices: Devices, budget: Budget) -> Rounds:
     """As if the run that it has behind it had taken two seconds."""
-    real = Measuring(
-        problem, evaluator(devices, problem), budget, 0, None,
-        lambda progress: None, lambda: False, QUICK,
-    )  # fmt: skip
-    real.measure(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")
+    config = SearchConfig(budget=budget.seconds, trials=budget.trials, rounds=QUICK)
+    real = RealRuns(problem, evaluator(devices, problem), config)
+    real.measure([(Placement.of(problem, np.zeros(problem.num_groups, np.int32)), "single")])
     real._measured_seconds = 2.0
-    return _Refinement(real=real, config=QUICK, methods=["expert"], options={})
+    return Rounds(real=real, config=config, runner=devices)  # type: ignore[arg-type]
 
 
 def _faster(cluster: Cluster) -> Cluster:
@@ -405,14 +511,14 @@ def test_links_are_timed_where_the_budget_is_worth_it(
 ) -> None:
     devices = Devices(problem)
 
-    def timing(cluster: Cluster, config: RunConfig) -> Cluster:
+    def timing(runner: Devices, cluster: Cluster) -> Cluster:
         devices.events.append("timed")
         return _faster(cluster)
 
-    monkeypatch.setattr(refining, "measure_links", timing)
-    found = _refinement(problem, devices, budget)._with_timed_links()
-    # Not while the model's processes have the cores, and no run is blamed for their start.
-    assert devices.events == (["closed", "timed", "started"] if timed else [])
+    monkeypatch.setattr(rounds_module, "measure_links", timing)
+    found = _rounds(problem, devices, budget)._with_timed_links()
+    # No run is blamed for the start of the model's processes.
+    assert devices.events == (["timed", "started"] if timed else [])
     assert found == (_faster(problem.cluster) if timed else problem.cluster)
 
 
@@ -421,20 +527,22 @@ def test_links_of_a_calibration_are_not_timed_again(
 ) -> None:
     devices = Devices(problem)
     given = dataclasses.replace(problem, cluster=_faster(problem.cluster))
-    monkeypatch.setattr(refining, "measure_links", lambda cluster, config: pytest.fail("timed"))
-    refinement = _refinement(given, devices, Budget(seconds=600))
-    assert refinement._with_timed_links() == given.cluster
+    monkeypatch.setattr(
+        rounds_module, "measure_links", lambda cluster, config: pytest.fail("timed")
+    )
+    rounds = _rounds(given, devices, Budget(seconds=600))
+    assert rounds._with_timed_links() == given.cluster
     assert devices.events == []
 
 
 def test_links_that_cannot_be_timed_are_as_the_cluster_says(
     problem: Problem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(cluster: Cluster, config: RunConfig) -> Cluster:
+    def broken(runner: Devices, cluster: Cluster) -> Cluster:
         raise WorkerError("links could not be timed: no route")
 
-    monkeypatch.setattr(refining, "measure_links", broken)
-    refinement = _refinement(problem, Devices(problem), Budget(seconds=600))
+    monkeypatch.setattr(rounds_module, "measure_links", broken)
+    rounds = _rounds(problem, Devices(problem), Budget(seconds=600))
     with caplog.at_level(logging.WARNING):
-        assert refinement._with_timed_links() == problem.cluster
+        assert rounds._with_timed_links() == problem.cluster
     assert "no route" in caplog.text
