@@ -31,7 +31,7 @@ problem = make_problem(program.graph, cluster)
 placements = {
     "all on cpu:0": everything_on(problem, 0),
     "all on cpu:1": everything_on(problem, 1),
-    "heft": heft(problem),
+    "heft": heft(problem)[0],
 }
 simulated = SimulatedEvaluator(problem).evaluate(list(placements.values()))
 with backends.runner(program, cluster) as runner:
