@@ -55,7 +55,7 @@ from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.learning.config import configured_presets
 from placewright.measurement import Measurement
 from placewright.placement import Placement
-from placewright.problem import Problem
+from placewright.problem import Problem, ProblemConfig
 
 RESULTS = ALL_RESULTS / "learning"
 
@@ -241,7 +241,9 @@ def speed() -> None:
     from placewright.measurement import Trial
     from placewright.testing import layered_graph
 
-    problem = make_problem(layered_graph(5600, 20), Cluster.load("k80x4"), target_groups=280)
+    problem = make_problem(
+        layered_graph(5600, 20), Cluster.load("k80x4"), ProblemConfig(groups=280)
+    )
     evaluator = SimulatedEvaluator(problem)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["device"] != device]

@@ -68,7 +68,7 @@ from placewright.learning.config import REINFORCE
 from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.single_device import single_device
-from placewright.problem import Problem
+from placewright.problem import Problem, ProblemConfig
 from placewright.report.analysis import loads
 from placewright.session.config import RoundsConfig
 from placewright.simulator import Simulator, lower_bounds
@@ -877,7 +877,7 @@ def scaling_row(ops: int, groups: int, seconds: float) -> dict[str, Any]:
     """Local search on a layered random graph with four GPUs."""
     graph = layered_graph(ops, math.isqrt(ops))
     began = time.monotonic()
-    problem = make_problem(graph, gpu_boards(4), target_groups=groups)
+    problem = make_problem(graph, gpu_boards(4), ProblemConfig(groups=groups))
     grouped = time.monotonic() - began
     searched = run_search(problem, ["local-search"], Budget(seconds=seconds))
     answer = searched.curve[-1]

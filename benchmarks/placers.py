@@ -18,7 +18,17 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import CLUSTERS, MODELS, Row, made_by, marked, merge_csv, read_csv, write_csv
+from benchmarks.common import (
+    CLUSTERS,
+    MODELS,
+    Row,
+    made_by,
+    markdown,
+    marked,
+    merge_csv,
+    read_csv,
+    write_csv,
+)
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import load, make_problem, place
 from placewright import methods as registry
@@ -172,6 +182,27 @@ def seconds_text(rows: Sequence[Row]) -> str:
     if len(times) < len(rows):
         text += f", {len(rows) - len(times)} of {len(rows)} seeds failed"
     return text
+
+
+def short_table(rows: Sequence[Row], cluster: str = "k80x4") -> str:
+    """What a reader wants to know first: people's ways, ours, and what nobody can beat."""
+    classical = ("expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
+
+        def mean(method: str, mine: Sequence[Row] = mine) -> float:
+            times = [float(r["step_seconds"]) for r in mine if r["method"] == method]
+            return statistics.fmean(times)
+
+        numbers = [mean("single"), mean("expert"), min(map(mean, classical)), mean("auto")]
+        bound = float(mine[0]["lower_bound_seconds"])
+        lines.append([model, *(f"{number:.3f}" for number in [*numbers, bound])])
+    return markdown(
+        ["", "best single device", "expert's split", "best classical method", "`auto`",
+         "lower bound"],
+        lines,
+    )  # fmt: skip
 
 
 def model_table(rows: Sequence[Row]) -> str:

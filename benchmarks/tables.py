@@ -40,7 +40,8 @@ def source(name: str) -> Source:
     if part == "placers":
         from benchmarks import placers
 
-        return Source("placers/placers.csv", placers.model_table)
+        made = placers.short_table if rest == "short" else placers.model_table
+        return Source("placers/placers.csv", made)
     if part == "learning":
         return _learning(rest)
     if part == "simulator":

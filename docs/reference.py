@@ -7,7 +7,6 @@ summary, `settings` the fields of a config dataclass with their docstrings, `res
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
@@ -22,6 +21,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from placewright import cli, methods
+from placewright.cli.options import field_docs
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -101,21 +101,6 @@ def settings(path: str) -> str:
         values = [f"`{getattr(preset, field.name)}`" for preset in columns.values()]
         rows.append((f"`{field.name}`", *values, explained[field.name]))
     return _table(("setting", *(f"`{c}`" for c in columns), "meaning"), rows)
-
-
-def field_docs(config: type) -> dict[str, str]:
-    """The string under each field of a class; Python itself forgets them."""
-    inherited = [base for base in config.__bases__ if dataclasses.is_dataclass(base)]
-    found = {name: text for base in inherited for name, text in field_docs(base).items()}
-    (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(config))).body
-    assert isinstance(tree, ast.ClassDef)
-    for entry, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            text = ""
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                text = " ".join(str(after.value.value).split())
-            found[entry.target.id] = text
-    return found
 
 
 def results() -> str:

@@ -16,7 +16,6 @@ from placewright.calibration import (
     Correction,
     Fidelity,
     Timed,
-    calibrated_cluster,
     check,
     corrected,
     fidelity,
@@ -26,18 +25,18 @@ from placewright.calibration import (
     varied_placements,
 )
 from placewright.cluster import Cluster
-from placewright.costs import Costs, Source
+from placewright.costs import Costs, Source, calibrated_cluster
 from placewright.errors import CostsError
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement, everything_on
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return make_problem(layered_graph(300, 8), Cluster.load("cpu2"), target_groups=40)
+    return make_problem(layered_graph(300, 8), Cluster.load("cpu2"), ProblemConfig(groups=40))
 
 
 def judged(problem: Problem, placements: list[Placement], seconds: Sequence[float]) -> Fidelity:
@@ -154,7 +153,7 @@ def test_devices_of_a_kind_are_averaged(problem: Problem) -> None:
 
 
 def test_what_ran_elsewhere_is_the_cost_of_that_device() -> None:
-    problem = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=8)
+    problem = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), ProblemConfig(groups=8))
     gpu, cpu = problem.cluster.device_number("gpu:0"), problem.cluster.device_number("cpu:0")
     traced = run(problem, 0.3, 0.5, device=gpu)
     assert traced.trace is not None
@@ -191,7 +190,7 @@ def test_a_calibration_is_a_costs_file(
     # What a run left behind is of that run's problem and no other.
     assert Calibration.load(path, problem).cluster == cluster
     with pytest.raises(CostsError, match="costs of cluster 'cpu2', not of 'k80x2'"):
-        Calibration.load(path, make_problem(problem.graph, other, target_groups=40))
+        Calibration.load(path, make_problem(problem.graph, other, ProblemConfig(groups=40)))
     with pytest.raises(CostsError, match="costs of another graph"):
         Calibration.load(path, make_problem(layered_graph(20, 4), problem.cluster))
     path.write_text("{}")

@@ -8,11 +8,11 @@ import pytest
 from placewright.cluster import Cluster
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
-from placewright.problem import make_problem
+from placewright.problem import ProblemConfig, make_problem
 from placewright.session.finals import in_rounds
 from placewright.testing import layered_graph
 
-PROBLEM = make_problem(layered_graph(20, 4), Cluster.load("cpu2"), target_groups=4)
+PROBLEM = make_problem(layered_graph(20, 4), Cluster.load("cpu2"), ProblemConfig(groups=4))
 A, B, C = (
     Placement.of(PROBLEM, np.array([n % 2, n // 2] + [0] * (PROBLEM.num_groups - 2), np.int32))
     for n in range(3)

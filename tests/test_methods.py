@@ -19,7 +19,7 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.learning.config import LearnerConfig
 from placewright.placers.base import Placer
-from placewright.problem import Constraints, Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session import driver
 from placewright.session.directory import open_journal
 from placewright.session.search import search
@@ -53,7 +53,7 @@ def test_contract_with_kernels_and_constraints(name: str) -> None:
     problem = make_problem(
         Graph.from_ops("restricted", ops, edges),
         Cluster.load("k80x4"),
-        constraints=Constraints(pins=(("op3$", "gpu:1"),), forbidden_devices=("gpu:2",)),
+        ProblemConfig(pins=(("op3$", "gpu:1"),), forbidden_devices=("gpu:2",)),
     )
     check_placer(lambda p, s: make(name, p, s), problem, count=16)
 

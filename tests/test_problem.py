@@ -17,7 +17,7 @@ from placewright.graph import Edge, Graph, Op, Tensor, frozen
 from placewright.grouping import each_op
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
-from placewright.problem import Constraints, Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from tests.strategies import graphs
 
 
@@ -53,10 +53,8 @@ def test_the_fingerprint_covers_all_parts() -> None:
         make_problem(graph, cluster).fingerprint,
         make_problem(model(5), cluster).fingerprint,
         make_problem(graph, Cluster.load("k80x4")).fingerprint,
-        make_problem(graph, cluster, target_groups=1).fingerprint,
-        make_problem(
-            graph, cluster, constraints=Constraints(forbidden_devices=("gpu:1",))
-        ).fingerprint,
+        make_problem(graph, cluster, ProblemConfig(groups=1)).fingerprint,
+        make_problem(graph, cluster, ProblemConfig(forbidden_devices=("gpu:1",))).fingerprint,
     }
     assert len(seen) == 5
     assert make_problem(model(), Cluster.load("k80x2")).fingerprint in seen
@@ -75,14 +73,14 @@ def test_a_space_is_all_but_the_costs() -> None:
     assert placement == Placement.of(other, [0, 1, 2, 1]) == Placement.of(made.space, [0, 1, 2, 1])
     placement.check(other)
     graph = model()
-    constraints = Constraints(forbidden_devices=("gpu:1",))
+    constraints = ProblemConfig(forbidden_devices=("gpu:1",))
     different = [
         made,
         make_problem(model(5), made.cluster),
         make_problem(model(cpu_only="op2"), made.cluster),
         make_problem(graph, Cluster.load("k80x4")),
-        make_problem(graph, made.cluster, target_groups=1),
-        make_problem(graph, made.cluster, constraints=constraints),
+        make_problem(graph, made.cluster, ProblemConfig(groups=1)),
+        make_problem(graph, made.cluster, constraints),
     ]
     assert len({other.space.fingerprint for other in different}) == len(different)
 
@@ -107,50 +105,50 @@ def test_parts_of_different_problems_are_refused() -> None:
 
 
 def test_constraints_become_what_is_allowed() -> None:
-    constraints = Constraints(pins=(("op0", "cpu:0"),), forbidden_devices=("gpu:1",))
-    made = make_problem(model(), Cluster.load("k80x2"), constraints=constraints)
+    constraints = ProblemConfig(pins=(("op0", "cpu:0"),), forbidden_devices=("gpu:1",))
+    made = make_problem(model(), Cluster.load("k80x2"), constraints)
     assert made.grouping.names == ("op0", "op1", "op2", "op3")
     assert made.allowed.tolist() == [[True, False, False]] + [[True, True, False]] * 3
 
 
 def test_together_makes_one_group() -> None:
-    constraints = Constraints(together=("op[03]",))
-    made = make_problem(model(), Cluster.load("k80x2"), constraints=constraints)
+    constraints = ProblemConfig(together=("op[03]",))
+    made = make_problem(model(), Cluster.load("k80x2"), constraints)
     assert made.grouping.group_of.tolist() == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
     ("constraints", "message"),
     [
-        (Constraints(pins=(("zz", "cpu:0"),)), "no op of 'm' has a name that contains 'zz'"),
-        (Constraints(pins=(("(", "cpu:0"),)), "'(' is not a regular expression"),
-        (Constraints(pins=(("op", "gpu:7"),)), "has no device 'gpu:7'"),
-        (Constraints(forbidden_devices=("tpu",)), "has no device 'tpu'"),
+        (ProblemConfig(pins=(("zz", "cpu:0"),)), "no op of 'm' has a name that contains 'zz'"),
+        (ProblemConfig(pins=(("(", "cpu:0"),)), "'(' is not a regular expression"),
+        (ProblemConfig(pins=(("op", "gpu:7"),)), "has no device 'gpu:7'"),
+        (ProblemConfig(forbidden_devices=("tpu",)), "has no device 'tpu'"),
         (
-            Constraints(pins=(("op2", "gpu:0"),)),
+            ProblemConfig(pins=(("op2", "gpu:0"),)),
             "group 'op2' can run on no device of cluster 'k80x2': cpu:0 is ruled out by a "
             "constraint; op 'op2' (t) has no gpu kernel",
         ),
     ],
 )
-def test_impossible_constraints(constraints: Constraints, message: str) -> None:
+def test_impossible_constraints(constraints: ProblemConfig, message: str) -> None:
     with pytest.raises((PlacementError, ClusterError), match=re.escape(message)):
-        make_problem(model(cpu_only="op2"), Cluster.load("k80x2"), constraints=constraints)
+        make_problem(model(cpu_only="op2"), Cluster.load("k80x2"), constraints)
 
 
 def test_group_costs_are_sums() -> None:
     made = problem()
     assert made.group_seconds.shape == (3, 4)
     np.testing.assert_allclose(made.group_seconds, made.op_seconds)
-    assert make_problem(model(), made.cluster, target_groups=1).group_seconds[
+    assert make_problem(model(), made.cluster, ProblemConfig(groups=1)).group_seconds[
         1
     ].tolist() == pytest.approx([made.op_seconds[1].sum()])
 
 
 @given(graphs(), st.booleans())
 def test_problems_round_trip(graph: Graph, constrained: bool) -> None:
-    constraints = Constraints(forbidden_devices=("gpu:1",) if constrained else ())
-    made = make_problem(graph, Cluster.load("k80x2"), target_groups=4, constraints=constraints)
+    constraints = ProblemConfig(forbidden_devices=("gpu:1",) if constrained else ())
+    made = make_problem(graph, Cluster.load("k80x2"), replace(constraints, groups=4))
     with tempfile.TemporaryDirectory() as folder:
         made.save(Path(folder) / "problem.json")
         again = Problem.load(Path(folder) / "problem.json")
@@ -191,7 +189,7 @@ def test_placements_for_another_problem_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     Placement.of(made, [0, 2, 2, 0]).save(path, made)
     with pytest.raises(PlacementError, match="covers 4 groups, the problem has 1; was it made"):
-        Placement.load(path, make_problem(model(), made.cluster, target_groups=1))
+        Placement.load(path, make_problem(model(), made.cluster, ProblemConfig(groups=1)))
     with pytest.raises(PlacementError, match=r"on 'gpu:1', which cluster 'local' does not have"):
         Placement.load(path, make_problem(model(), Cluster.load("local")))
     with pytest.raises(PlacementError, match="covers 2 groups, the problem has 4"):

@@ -30,7 +30,7 @@ from placewright.learning.learner import Learner
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session import rounds as rounds_module
 from placewright.session.config import RoundsConfig, SearchConfig
 from placewright.session.directory import began_with
@@ -48,7 +48,7 @@ QUICK = RoundsConfig(simulate_seconds=1.0, candidates=2, finalists=2)
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return make_problem(layered_graph(60, 4), Cluster.load("cpu2"), target_groups=8)
+    return make_problem(layered_graph(60, 4), Cluster.load("cpu2"), ProblemConfig(groups=8))
 
 
 class Devices:

@@ -35,13 +35,25 @@ if [ ! -x "$venv/bin/python" ]; then
     fi
 fi
 
+# pip warns of what a reader can do nothing about (a wheel folder that is configured and missing, running
+# as root, a newer pip). Its errors, and whatever else it says, are shown.
+quietly_install() {
+    warnings=$venv/.pip-stderr
+    status=0
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2>"$warnings" || status=$?
+    grep -vE '^(WARNING|DEPRECATION|Looking in (indexes|links)|\[notice\])|^ *$' "$warnings" >&2 || true
+    if [ "$status" -ne 0 ]; then
+        grep -E '^(WARNING|DEPRECATION)' "$warnings" >&2 || true  # they may say why
+    fi
+    rm -f "$warnings"
+    return "$status"
+}
+
 echo "setup: installing what requirements.lock pins into $venv (a few minutes the first time)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --require-hashes -r requirements.lock
+quietly_install --require-hashes -r requirements.lock
 # torch's version is pinned but not its file: which build is right (CPU, CUDA) depends on the machine.
 # What the CPU build depends on is in the lock.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
+quietly_install torch==2.13.0
 # The project itself, editable; its build tools are pinned with the rest.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --no-deps --no-build-isolation --editable .
+quietly_install --no-deps --no-build-isolation --editable .
 echo "setup: done"

@@ -19,7 +19,7 @@ from placewright._version import VERSION as __version__
 
 if TYPE_CHECKING:
     from placewright.backends import load
-    from placewright.backends.base import RunConfig
+    from placewright.backends.base import LoadOptions, RunConfig
     from placewright.cluster import Cluster, Device, DeviceKind, Link
     from placewright.costs import Costs, estimate_costs
     from placewright.distributed.config import TeamConfig
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from placewright.measurement import Measurement, Outcome, Trial
     from placewright.placement import Placement
     from placewright.placers.base import Placer
-    from placewright.problem import Constraints, Problem, Space, make_problem
+    from placewright.problem import Problem, ProblemConfig, Space, make_problem
     from placewright.session.config import SearchConfig
     from placewright.session.driver import Session, place
     from placewright.session.result import Result
@@ -43,7 +43,7 @@ _HOME = {
     "session.config": ("SearchConfig",),
     "distributed.config": ("TeamConfig",),
     "learning.config": ("LearnerConfig",),
-    "backends.base": ("RunConfig",),
+    "backends.base": ("LoadOptions", "RunConfig"),
     "cluster": ("Cluster", "Device", "DeviceKind", "Link"),
     "costs": ("Costs", "estimate_costs"),
     "errors": ("PlacewrightError",),
@@ -55,16 +55,16 @@ _HOME = {
     "measurement": ("Measurement", "Outcome", "Trial"),
     "placement": ("Placement",),
     "placers.base": ("Placer",),
-    "problem": ("Constraints", "Problem", "Space", "make_problem"),
+    "problem": ("Problem", "ProblemConfig", "Space", "make_problem"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "Cluster", "Constraints", "Costs", "Device", "DeviceKind", "Edge", "Evaluator", "Graph",
-    "Grouping", "LearnerConfig", "Link", "Measurement", "Op", "Outcome", "Placement", "Placer",
-    "PlacewrightError", "Problem", "Result", "RunConfig", "ScopeRule", "SearchConfig", "Session",
-    "SimulatedEvaluator", "Space", "TeamConfig", "Tensor", "Trial", "__version__",
-    "estimate_costs", "load", "make_problem", "place",
+    "Cluster", "Costs", "Device", "DeviceKind", "Edge", "Evaluator", "Graph",
+    "Grouping", "LearnerConfig", "Link", "LoadOptions", "Measurement", "Op", "Outcome", "Placement",
+    "Placer", "PlacewrightError", "Problem", "ProblemConfig", "Result", "RunConfig", "ScopeRule",
+    "SearchConfig", "Session", "SimulatedEvaluator", "Space", "TeamConfig", "Tensor", "Trial",
+    "__version__",    "estimate_costs", "load", "make_problem", "place",
 ]  # fmt: skip
 
 

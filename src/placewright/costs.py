@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from placewright import cluster as cluster_format
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
 from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-costs/1"
 
@@ -261,3 +266,36 @@ def _roofline(
         memory = moved[members] / (kind.memory_bandwidth * memory_share)
         seconds[members] += kind.launch_seconds + np.maximum(compute, memory)
     return seconds
+
+
+def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
+    """The cluster as a costs file found it: where it says nothing, or is of another, unchanged."""
+    document = read_json(path, CostsError, what="costs")
+    described = document.get("cluster") if isinstance(document, dict) else None
+    if described is None:
+        return cluster
+    found = cluster_format.from_document(described, where=str(path))
+    if same_devices(found, cluster):
+        return with_own_limits(found, cluster)
+    logger.warning(
+        "%s: links were measured on cluster %r with %s; those of %r are taken as it describes them",
+        path,
+        found.name,
+        ", ".join(found.device_names),
+        cluster.name,
+    )
+    return cluster
+
+
+def same_devices(found: Cluster, cluster: Cluster) -> bool:
+    """Whether links measured on one are links of the other."""
+    return (found.name, found.device_names) == (cluster.name, cluster.device_names)
+
+
+def with_own_limits(found: Cluster, cluster: Cluster) -> Cluster:
+    """The user's own limits on memory stay."""
+    devices = tuple(
+        dataclasses.replace(device, memory_bytes=own.memory_bytes)
+        for device, own in zip(found.devices, cluster.devices, strict=True)
+    )
+    return dataclasses.replace(found, devices=devices)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,11 +13,18 @@ import numpy as np
 from placewright import cluster as cluster_format
 from placewright import graph as graph_format
 from placewright.cluster import Cluster
-from placewright.costs import Costs, estimate_costs
+from placewright.costs import Costs, calibrated_cluster, estimate_costs
 from placewright.errors import CostsError, PlacementError
 from placewright.files import read_json, write_json
 from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule, frozen
-from placewright.grouping import Grouping, by_together, default_rules, group, matching_groups
+from placewright.grouping import (
+    Grouping,
+    by_together,
+    default_rules,
+    each_op,
+    group,
+    matching_groups,
+)
 
 FORMAT = "placewright-problem/1"
 
@@ -245,51 +251,63 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constraints:
-    """What the user insists on. Patterns are regular expressions searched for in op names.
+class ProblemConfig:
+    """How a graph on a cluster becomes a problem. Patterns are regular expressions searched for in
+    the names of ops.
 
     A group is placed as a whole, so a pin of one of its ops pins the group.
     """
 
     pins: tuple[tuple[str, str], ...] = ()
-    """(pattern, device): groups with a matching op go to that device."""
+    """Groups with a matching op go there. Pairs of a pattern and a device."""
     forbidden_devices: tuple[str, ...] = ()
-    """Devices nothing is placed on."""
+    """Place nothing on this device."""
     together: tuple[str, ...] = ()
-    """Patterns; all groups with a matching op become one."""
+    """Groups with a matching op become one."""
+    group_by: tuple[ScopeRule, ...] = ()
+    """Ops whose name contains REGEX form the group LABEL, which may use \\1. Without any, the
+    graph's own rules hold, or else groups are made automatically."""
+    groups: int | None = None
+    """Merge down to at most about so many groups."""
+    costs: tuple[Costs | str | Path, ...] = ()
+    """A costs file with measured times. In Python, also `Costs`. Of several, the last one that
+    knows an op counts; the links are those of the last file that has any of this cluster."""
 
 
-def make_problem(
-    graph: Graph,
-    cluster: Cluster,
-    *,
-    scopes: Sequence[ScopeRule] = (),
-    target_groups: int | None = None,
-    constraints: Constraints | None = None,
-    tables: Sequence[Costs] = (),
-) -> Problem:
-    """Groups the graph by `scopes`, by its own rules or automatically, and estimates its costs."""
-    constraints = constraints or Constraints()
-    rules = default_rules(tuple(scopes) or graph.group_rules, target_groups)
-    grouping = group(graph, (*rules, *(by_together(pattern) for pattern in constraints.together)))
+def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = None) -> Problem:
+    """Groups the graph, estimates its costs and applies the constraints, as the config says."""
+    config = config or ProblemConfig()
+    grouping = group_ops(graph, config)
+    for given in config.costs:
+        if not isinstance(given, Costs):
+            cluster = calibrated_cluster(given, cluster)
+    tables = [c if isinstance(c, Costs) else Costs.load(c, graph) for c in config.costs]
     return Problem(
         graph=graph,
         grouping=grouping,
         cluster=cluster,
         costs=estimate_costs(graph, cluster, tables),
-        forbidden=_forbidden(graph, grouping, cluster, constraints),
+        forbidden=_forbidden(graph, grouping, cluster, config),
     )
 
 
+def group_ops(graph: Graph, config: ProblemConfig) -> Grouping:
+    """The groups that a config makes of a graph."""
+    for rule in config.group_by:
+        matching_groups(graph, each_op(graph), rule.pattern)  # raises where nothing matches
+    rules = default_rules(config.group_by or graph.group_rules, config.groups)
+    return group(graph, (*rules, *(by_together(pattern) for pattern in config.together)))
+
+
 def _forbidden(
-    graph: Graph, grouping: Grouping, cluster: Cluster, constraints: Constraints
+    graph: Graph, grouping: Grouping, cluster: Cluster, config: ProblemConfig
 ) -> BoolArray:
-    if not constraints.pins and not constraints.forbidden_devices:
+    if not config.pins and not config.forbidden_devices:
         return frozen(np.zeros((0, 0), dtype=np.bool_))
     forbidden = np.zeros((grouping.num_groups, cluster.num_devices), dtype=np.bool_)
-    for name in constraints.forbidden_devices:
+    for name in config.forbidden_devices:
         forbidden[:, cluster.device_number(name)] = True
-    for pattern, name in constraints.pins:
+    for pattern, name in config.pins:
         elsewhere = np.arange(cluster.num_devices) != cluster.device_number(name)
         for g in matching_groups(graph, grouping, pattern):
             forbidden[g] |= elsewhere

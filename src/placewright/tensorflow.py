@@ -11,7 +11,7 @@ from typing import Any
 
 from placewright.cluster import Cluster
 from placewright.errors import ModelError
-from placewright.problem import Constraints
+from placewright.problem import ProblemConfig
 from placewright.session.driver import place
 
 __all__ = ["place_graph"]
@@ -25,7 +25,7 @@ def place_graph(
     batch: int | None = None,
     method: str = "auto",
     seed: int = 0,
-    constraints: Constraints | None = None,
+    problem: ProblemConfig | None = None,
 ) -> Any:
     """A copy of a MetaGraphDef with the device of every op of its step set.
 
@@ -37,7 +37,7 @@ def place_graph(
         batch: the first dimension of inputs that leave it open.
         method: as in `placewright.place`.
         seed: as in `placewright.place`.
-        constraints: as in `placewright.place`.
+        problem: as in `placewright.place`.
     """
     from placewright.backends.tensorflow.reading import from_meta_graph
 
@@ -49,6 +49,6 @@ def place_graph(
         method=method,
         budget=float(allotted_time),
         seed=seed,
-        constraints=constraints,
+        problem=problem,
     )
     return result.apply(metagraph)

@@ -8,7 +8,7 @@ import pytest
 from placewright.cluster import Cluster
 from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.learning.features import TYPE_BUCKETS, features, vocabulary
-from placewright.problem import make_problem
+from placewright.problem import ProblemConfig, make_problem
 from placewright.testing import random_problem
 
 
@@ -22,7 +22,7 @@ def _graph() -> Graph:
 
 
 def test_types_shapes_and_edges_are_those_of_the_graph() -> None:
-    problem = make_problem(_graph(), Cluster.load("k80x2"), target_groups=3)
+    problem = make_problem(_graph(), Cluster.load("k80x2"), ProblemConfig(groups=3))
     assert problem.num_groups == 3
     seen = features(problem, ["MatMul", "Relu"])
     assert seen.order.tolist() == [0, 1, 2]
@@ -38,7 +38,7 @@ def test_types_shapes_and_edges_are_those_of_the_graph() -> None:
 
 
 def test_unknown_types_share_buckets_by_hash_and_nothing_is_lost() -> None:
-    problem = make_problem(_graph(), Cluster.load("k80x2"), target_groups=3)
+    problem = make_problem(_graph(), Cluster.load("k80x2"), ProblemConfig(groups=3))
     unknown = features(problem, ["Conv2D"])
     assert unknown.types_GV.shape == (3, 1 + TYPE_BUCKETS)
     np.testing.assert_allclose(unknown.types_GV.sum(axis=1), 0.1)

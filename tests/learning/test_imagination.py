@@ -17,14 +17,14 @@ from placewright.learning.smoothing import Smoother
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.search import search
 from placewright.testing import gpu_boards, layered_graph, sample_placements, uniform_cluster
 from placewright.testing import make_problem as tiny_problem
 
 
 def _problem() -> Problem:
-    return make_problem(layered_graph(120, 6), gpu_boards(4), target_groups=30)
+    return make_problem(layered_graph(120, 6), gpu_boards(4), ProblemConfig(groups=30))
 
 
 def _told(

@@ -22,7 +22,7 @@ from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.search import Progress, search
 from placewright.testing import (
     check_placer,
@@ -38,7 +38,7 @@ PAPER = configured(REINFORCE, ["policy.hidden=16", "samples=8"])
 
 def _problem(groups: int) -> Problem:
     """Four equal devices and a graph that is worth splitting."""
-    return make_problem(layered_graph(4 * groups, 6), gpu_boards(4), target_groups=groups)
+    return make_problem(layered_graph(4 * groups, 6), gpu_boards(4), ProblemConfig(groups=groups))
 
 
 def _learner(problem: Problem, config: LearnerConfig, seed: int = 0) -> Learner:
@@ -302,7 +302,7 @@ def test_the_failing_signal_is_worse_than_any_placement_that_runs() -> None:
 
 
 def test_clusters_larger_than_the_default_table_have_room() -> None:
-    problem = make_problem(layered_graph(40, 6), gpu_boards(18), target_groups=10)
+    problem = make_problem(layered_graph(40, 6), gpu_boards(18), ProblemConfig(groups=10))
     assert len(_learner(problem, SMALL).ask(8)) == 8
 
 

@@ -11,7 +11,7 @@ from placewright.errors import LearningError
 from placewright.learning.config import PolicyConfig
 from placewright.learning.features import features
 from placewright.learning.policy import Inputs, Policy, _AdditiveScores, _Lstm
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.testing import gpu_boards, layered_graph, random_problem
 
 PAPER = PolicyConfig(
@@ -44,7 +44,7 @@ def test_sampling_and_scoring_give_the_same_log_probabilities(
 
 
 def test_forbidden_devices_are_never_chosen_and_have_no_probability() -> None:
-    free = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
+    free = make_problem(layered_graph(40, 6), gpu_boards(4), ProblemConfig(groups=10))
     forbidden = np.zeros((free.num_groups, free.num_devices), dtype=np.bool_)
     forbidden[::2, 0] = True
     problem = dataclasses.replace(free, forbidden=forbidden)
@@ -84,7 +84,7 @@ def test_samples_follow_the_scored_probabilities() -> None:
 
 
 def test_noise_makes_samples_more_random_and_greedy_takes_the_likeliest() -> None:
-    problem = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
+    problem = make_problem(layered_graph(40, 6), gpu_boards(4), ProblemConfig(groups=10))
     policy, x = _policy(MODERN, problem)
     mean = {}
     for noise in (0.0, 20.0):
@@ -202,9 +202,9 @@ def test_files_that_are_no_policy_or_another_one(tmp_path: Path) -> None:
 
 
 def test_room_for_devices() -> None:
-    problem = make_problem(layered_graph(40, 6), gpu_boards(4), target_groups=10)
+    problem = make_problem(layered_graph(40, 6), gpu_boards(4), ProblemConfig(groups=10))
     policy, x = _policy(PolicyConfig(hidden=16, max_devices=1), problem)  # grows with the problem
     assert policy.sample(x, 1, torch.Generator().manual_seed(0))[0].max() < 4
-    larger = make_problem(layered_graph(40, 6), gpu_boards(6), target_groups=10)
+    larger = make_problem(layered_graph(40, 6), gpu_boards(6), ProblemConfig(groups=10))
     with pytest.raises(LearningError, match="room for 4 devices, the cluster has 6"):
         policy.inputs(features(larger, policy.types))

@@ -12,13 +12,13 @@ from placewright.learning import smoothing
 from placewright.learning.smoothing import Smoother
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.testing import gpu_boards, layered_graph, uniform_cluster
 from placewright.testing import make_problem as tiny_problem
 
 
 def _problem() -> Problem:
-    return make_problem(layered_graph(120, 6), gpu_boards(4), target_groups=30)
+    return make_problem(layered_graph(120, 6), gpu_boards(4), ProblemConfig(groups=30))
 
 
 def _neighbours(problem: Problem, count: int) -> list[Placement]:

@@ -16,14 +16,14 @@ from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy
 from placewright.learning.train import Lesson, Training, train
 from placewright.placers.random_placement import RandomPlacement
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.testing import gpu_boards, layered_graph
 
 SMALL = configured(PPO, ["policy.hidden=32", "samples=16", "polish=0", "warm_start=0"])
 
 
 def _problem(seed: int, gpus: int = 2) -> Problem:
-    return make_problem(layered_graph(120, 6, seed), gpu_boards(gpus), target_groups=20)
+    return make_problem(layered_graph(120, 6, seed), gpu_boards(gpus), ProblemConfig(groups=20))
 
 
 def test_a_trained_policy_places_an_unseen_graph_better_than_chance(tmp_path: Path) -> None:
@@ -48,7 +48,9 @@ def test_a_trained_policy_places_an_unseen_graph_better_than_chance(tmp_path: Pa
 def test_the_papers_adjacency_cannot_be_shared_by_graphs() -> None:
     graphs = layered_graph(120, 6), layered_graph(90, 6)
     lessons = [
-        Lesson(evaluator=SimulatedEvaluator(make_problem(g, gpu_boards(2), target_groups=n)))
+        Lesson(
+            evaluator=SimulatedEvaluator(make_problem(g, gpu_boards(2), ProblemConfig(groups=n)))
+        )
         for g, n in zip(graphs, (20, 15), strict=True)
     ]
     with pytest.raises(LearningError, match="adjacency=neighbours"):

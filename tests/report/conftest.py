@@ -13,6 +13,7 @@ from placewright import (
     Outcome,
     Placement,
     Problem,
+    ProblemConfig,
     SimulatedEvaluator,
     Tensor,
     Trial,
@@ -82,7 +83,7 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     ops.append(Op(name="sum", type="Add", outputs=(Tensor(8),)))
     graph = Graph.from_ops("too large", ops, [Edge("weights0", "sum"), Edge("weights1", "sum")])
-    problem = make_problem(graph, Cluster.load("k80x2"), target_groups=3)
+    problem = make_problem(graph, Cluster.load("k80x2"), ProblemConfig(groups=3))
     placement = Placement.of(problem, [1] * problem.num_groups)
     (measurement,) = SimulatedEvaluator(problem).evaluate([placement])
     assert measurement.outcome is Outcome.OUT_OF_MEMORY

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from placewright import Cluster, Problem, make_problem, place
+from placewright import Cluster, Problem, ProblemConfig, make_problem, place
 from placewright.budget import Budget
 from placewright.report import write_report
 from placewright.testing import layered_graph
@@ -237,7 +237,7 @@ def test_a_run_in_which_nothing_ran(
 
 def test_a_large_run_stays_small_and_works(browser: Any, tmp_path: Path) -> None:
     graph = layered_graph(30_000, 60)
-    problem = make_problem(graph, Cluster.load("k80x4"), target_groups=300)
+    problem = make_problem(graph, Cluster.load("k80x4"), ProblemConfig(groups=300))
     place(problem, method="single,expert", directory=tmp_path / "large")
     path = write_report(tmp_path / "large", what_if=None)
     assert path.stat().st_size < 6_000_000

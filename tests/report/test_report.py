@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright import Cluster, Edge, Graph, Op, Placement, Problem, Tensor, make_problem, place
+from placewright import (
+    Cluster,
+    Edge,
+    Graph,
+    Op,
+    Placement,
+    Problem,
+    ProblemConfig,
+    Tensor,
+    make_problem,
+    place,
+)
 from placewright.budget import Budget
 from placewright.calibration import Calibration
 from placewright.errors import ReportError, SearchError
@@ -190,7 +201,7 @@ def test_a_measured_run_without_a_calibration_says_so(run_directory: Path, tmp_p
     assert not run.calibrated
     # The graph of this run brings times of its own.
     assert "under the costs the run was given, which it did not correct" in basis(run)
-    estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=6)
+    estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), ProblemConfig(groups=6))
     result = dataclasses.replace(place(estimated, method="single"), evaluate="measure")
     result.save(tmp_path / "estimated")
     assert "estimated costs, which were not fitted" in basis(read_run(tmp_path / "estimated"))
@@ -318,7 +329,7 @@ def test_bars_merge_until_they_are_few() -> None:
 
 
 def test_memory_is_thinned_without_losing_the_peak() -> None:
-    problem = make_problem(layered_graph(4000, 20), Cluster.load("k80x2"), target_groups=40)
+    problem = make_problem(layered_graph(4000, 20), Cluster.load("k80x2"), ProblemConfig(groups=40))
     placement = Placement.of(problem, [i % 2 + 1 for i in range(40)])
     timeline = Simulator(problem).timeline(placement)
     for device, (seconds, sizes) in enumerate(analysis.memory_curves(timeline)):
@@ -327,7 +338,7 @@ def test_memory_is_thinned_without_losing_the_peak() -> None:
 
 
 def test_layers_go_forward_and_do_not_overlap() -> None:
-    problem = make_problem(layered_graph(2000, 10), Cluster.load("k80x2"), target_groups=60)
+    problem = make_problem(layered_graph(2000, 10), Cluster.load("k80x2"), ProblemConfig(groups=60))
     edges = analysis.group_edges(problem)
     layer, height = analysis.layered(problem.num_groups, edges)
     for a, b in zip(edges.source.tolist(), edges.target.tolist(), strict=True):

@@ -110,10 +110,9 @@ def test_variables_that_fit_nowhere() -> None:
     bounds = lower_bounds(problem)
     assert bounds.forced_out_of_memory is not None
     assert (
-        "needs at least 3.0 GB (3.0 GB of variables and 0 B of tensors"
-        in bounds.forced_out_of_memory
+        "needs at least 3 GB (3 GB of variables and 0 B of tensors" in bounds.forced_out_of_memory
     )
-    assert "the devices have 2.0 GB together" in bounds.forced_out_of_memory
+    assert "the devices have 2 GB together" in bounds.forced_out_of_memory
     assert bounds.best == np.inf
 
 
@@ -125,7 +124,7 @@ def test_tensors_alive_at_one_moment_count() -> None:
     problem = make_problem(ops, edges, uniform_cluster(2, memory_bytes=2 * 10**9))
     reason = lower_bounds(problem).forced_out_of_memory
     assert reason is not None
-    assert "5.0 GB of tensors alive while 'b' runs" in reason
+    assert "5 GB of tensors alive while 'b' runs" in reason
 
 
 def test_a_group_too_large_for_any_device() -> None:
@@ -135,7 +134,7 @@ def test_a_group_too_large_for_any_device() -> None:
         uniform_cluster(4, memory_bytes=2 * 10**9),
     )
     reason = lower_bounds(problem).forced_out_of_memory
-    assert reason == ("group 'a' alone needs 3.0 GB, the largest device it can run on has 2.0 GB")
+    assert reason == ("group 'a' alone needs 3 GB, the largest device it can run on has 2 GB")
 
 
 def test_no_split_fits() -> None:

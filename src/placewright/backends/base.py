@@ -63,17 +63,17 @@ class LoadOptions:
     """How a model is read. An option that means nothing for a source is refused."""
 
     scale: str = "paper"
-    """Size of a benchmark model; means nothing for others."""
+    """Size of a benchmark model: 'paper', or 'small' for quick trials."""
     batch: int | None = None
-    """Batch of a benchmark model; for others, the first dimension of every input that leaves it
-    open."""
+    """Batch size: binds the unknown first dimension of the inputs."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """Sizes of other open dimensions: `{"x.1": 128}` for dimension 1 of input `x`, or `{"x": 128}`
-    where it has only one that is open."""
+    """Binds an unknown dimension of an input; see the error. `{"x.1": 128}` is dimension 1 of input
+    `x`; `{"x": 128}` will do where only one is open."""
     signature: str | None = None
-    """Which signature of a SavedModel."""
+    """Which signature of a SavedModel to read."""
     fetches: Sequence[str] = ()
-    """Names of the ops or tensors that a step is run for; only what they need is kept."""
+    """Keep only what this op needs, such as the train op. By default the training step where one is
+    known, otherwise everything."""
 
 
 def refuse(what: str, **options: object) -> None:
@@ -99,14 +99,14 @@ class RunConfig:
     give_up_factor: float = 4.0
     """A placement whose first timed steps take this many times the best one's is cut short."""
     time_limit_seconds: float = 120.0
-    """Most time for one placement; then it is stopped and its outcome is 'timed out'."""
+    """Most time for one real run. Then it is stopped and its outcome is 'timed out'."""
     start_seconds: float = 120.0
     """Most time for the processes to start."""
     limit_memory: bool = False
-    """Hold CPU devices to the memory that the cluster gives them, so that running out of it happens
-    as it would on a device of that size."""
+    """Hold CPU devices to the memory the cluster says. Running out of it then happens as it would
+    on a device of that size."""
     check: bool = False
-    """Compare where every op ran with the placement; it costs a fraction of a second."""
+    """Check that every op ran where the placement puts it. Costs a fraction of a second."""
     seed: int = 0
     """For the inputs that are made up."""
 

@@ -22,7 +22,10 @@ def why_not_here(cluster: Cluster) -> str:
             if local[device.name] != device.kind.name:
                 return f"its {device.name} is a {local[device.name]}, not a {device.kind.name}"
         if len(cpus) > 1:
-            return "several CPU devices beside GPUs need servers of their own (--address)"
+            return (
+                "several CPU devices beside GPUs need servers of their own "
+                "(addresses={'DEVICE': 'HOST:PORT'})"
+            )
     elif len(cpus) > usable_cores():
         return f"{len(cpus)} CPU devices need as many cores, it has {usable_cores()}"
     return ""

@@ -7,7 +7,7 @@ devices slow each other down) is fitted to the step times of a few placements.
 """
 
 from placewright.calibration.accuracy import Fidelity, check, fidelity, rank_correlation
-from placewright.calibration.costs_file import Calibration, calibrated_cluster
+from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import Pace, Timed, in_turns
 from placewright.calibration.fitting import Correction, corrected, fit
 from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table
@@ -21,7 +21,6 @@ __all__ = [
     "Pace",
     "Timed",
     "calibrate",
-    "calibrated_cluster",
     "check",
     "corrected",
     "fidelity",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +11,19 @@ import numpy as np
 from placewright import cluster as cluster_format
 from placewright.calibration.drift import Pace
 from placewright.cluster import Cluster
-from placewright.costs import FORMAT, Costs, Source, estimate_costs
+from placewright.costs import (
+    FORMAT,
+    Costs,
+    Source,
+    estimate_costs,
+    same_devices,
+    with_own_limits,
+)
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
 from placewright.graph import Graph
 from placewright.placement import Placement
 from placewright.problem import Problem
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,43 +72,11 @@ class Calibration:
             raise CostsError(f"{path}: costs of another graph; move it away")
         found = cluster_format.from_document(document["cluster"], where=str(path))
         own = problem.cluster
-        if not _same_devices(found, own):
+        if not same_devices(found, own):
             raise CostsError(
                 f"{path}: costs of cluster {found.name!r}, not of {own.name!r}; move it away"
             )
         return Calibration(
             table=Costs.from_json(document, problem.graph, where=str(path)),
-            cluster=_with_own_limits(found, own),
+            cluster=with_own_limits(found, own),
         )
-
-
-def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:
-    """The cluster as a costs file found it: where it says nothing, or is of another, unchanged."""
-    document = read_json(path, CostsError, what="costs")
-    described = document.get("cluster") if isinstance(document, dict) else None
-    if described is None:
-        return cluster
-    found = cluster_format.from_document(described, where=str(path))
-    if _same_devices(found, cluster):
-        return _with_own_limits(found, cluster)
-    logger.warning(
-        "%s: links were measured on cluster %r with %s; those of %r are taken as it describes them",
-        path,
-        found.name,
-        ", ".join(found.device_names),
-        cluster.name,
-    )
-    return cluster
-
-
-def _same_devices(found: Cluster, cluster: Cluster) -> bool:
-    return (found.name, found.device_names) == (cluster.name, cluster.device_names)
-
-
-def _with_own_limits(found: Cluster, cluster: Cluster) -> Cluster:
-    """The user's own limits on memory stay."""
-    devices = tuple(
-        dataclasses.replace(device, memory_bytes=own.memory_bytes)
-        for device, own in zip(found.devices, cluster.devices, strict=True)
-    )
-    return dataclasses.replace(found, devices=devices)

@@ -23,6 +23,7 @@ from placewright.cli import (
     train,
 )
 from placewright.cli.common import Verbosity, errors
+from placewright.cli.options import in_options
 from placewright.errors import PlacewrightError
 
 app = typer.Typer(
@@ -89,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(arguments, standalone_mode=False)
     except PlacewrightError as error:
-        code = _complain(str(error), debug)
+        code = _complain(in_options(str(error)), debug)
     except _ClickException as error:
         code = _complain(error.format_message(), debug)
     except (KeyboardInterrupt, typer.Abort):

@@ -9,12 +9,13 @@ import typer
 
 from placewright.backends import Plan, backend_of, is_graph_file, model_names
 from placewright.cli import common
+from placewright.cli.options import add_command, split
 from placewright.errors import ModelError
 from placewright.placement import read_ops
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(apply)
+    add_command(app, apply)
 
 
 def apply(
@@ -45,7 +46,7 @@ def apply(
 
     Example: placewright apply model.meta result/placement.json -o placed.meta
     """
-    given = dict(common.split(text, "--device", "NAME=DEVICE") for text in device or [])
+    given = dict(split(text, "--device", "NAME=DEVICE") for text in device or [])
     ops = read_ops(placement)
     path = Path(model)
     if not path.exists():

@@ -4,63 +4,67 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from placewright import backends
+from placewright.backends.base import LoadOptions
 from placewright.cli import common
-from placewright.cli.evaluation import (
-    AddressOption,
-    FeedsOption,
-    LimitMemoryOption,
-    TimeLimitOption,
-    require_here,
-    run_config,
-)
+from placewright.cli.options import Only, UsageError, add_command
+from placewright.cli.real import FeedsOption, RealRuns, feeds_from, require_here, run_config
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
 from placewright.files import check_new, write_text
+from placewright.placement import everything_on
+from placewright.problem import Problem, ProblemConfig
+from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from placewright.backends import Runner
     from placewright.calibration import Fidelity
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(calibrate)
+    add_command(app, calibrate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What is measured, and where it goes."""
+
+    output: str | None = None
+    """Where to write the costs."""
+    placements: int = 12
+    """Placements that the costs are fitted to."""
+    check: int = 0
+    """Measure N fresh placements and compare them with the prediction."""
+    plot: str | None = None
+    """With --check: a scatter plot as HTML."""
+    seed: int = 0
+    """For the placements that are measured."""
+
+    def __post_init__(self) -> None:
+        if self.plot is not None and not self.check:
+            raise UsageError("--plot shows a check: give --check N")
+        # What is measured for minutes must not be lost for want of a place to put it.
+        for path in (self.output, self.plot):
+            if path is not None:
+                check_new(path, CostsError)
+        if self.plot is not None and importlib.util.find_spec("plotly") is None:
+            raise MissingExtraError("a plot as HTML", "report")
 
 
 def calibrate(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write the costs."),
-    ] = None,
-    costs: common.CostsOption = None,
-    placements: Annotated[
-        int, typer.Option(metavar="N", help="Placements that the costs are fitted to.")
-    ] = 12,
-    check: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Measure N fresh placements and compare them with the prediction."
-        ),
-    ] = 0,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="With --check: a scatter plot as HTML.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="For the placements that are measured.")] = 0,
+    problem: Annotated[ProblemConfig, Only("costs", "group_by", "groups")],
+    options: CalibrationOptions,
     feeds: FeedsOption = None,
-    time_limit: TimeLimitOption = 120.0,
-    limit_memory: LimitMemoryOption = False,
-    address: AddressOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    real: RealRuns,
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Measure the costs of a model's ops and of the links of this machine, for the simulator.
@@ -69,41 +73,40 @@ def calibrate(
 
     Example: placewright calibrate rnnlm --scale small --cluster cpu2 -o costs.json --check 20
     """
-    from placewright import backends, calibration
-    from placewright.backends.feeds import load_feeds
-    from placewright.placement import everything_on
+    if options.output is None and not (problem.costs and options.check):
+        raise UsageError("give -o FILE for the costs, or --costs FILE --check N")
+    machine = Cluster.load(cluster)
+    config = run_config(model, real)
+    require_here(model, machine, config)
+    inputs = feeds_from(feeds)
+    program = common.load_program(model, load)
+    made = common.load_problem(program.graph, machine, problem)
+    with backends.runner(program, machine, config, feeds=inputs) as runner:
+        facts, fidelity = _calibrated(made, runner, options)
+    if as_json:
+        common.print_json(facts)
+    else:
+        _print(facts, options.output, fidelity)
+    if options.plot is not None and fidelity is not None:
+        _write_plot(options.plot, fidelity, f"{program.graph.name} on {machine.name}")
+
+
+def _calibrated(
+    problem: Problem, runner: Runner, options: CalibrationOptions
+) -> tuple[dict[str, Any], Fidelity | None]:
+    """What was found out, and how well it predicts fresh placements where that was asked for."""
+    from placewright import calibration
     from placewright.placers.heft import heft
 
-    if output is None and not (costs and check):
-        raise common.UsageError("give -o FILE for the costs, or --costs FILE --check N")
-    if plot is not None and not check:
-        raise common.UsageError("--plot shows a check: give --check N")
-    # What is measured for minutes must not be lost for want of a place to put it.
-    for path in (output, plot):
-        if path is not None:
-            check_new(path, CostsError)
-    if plot is not None and importlib.util.find_spec("plotly") is None:
-        raise MissingExtraError("a plot as HTML", "report")
-    config = run_config(model, address, time_limit, limit_memory)
-    machine = Cluster.load(cluster)
-    require_here(model, machine, config)
-    inputs = None if feeds is None else load_feeds(feeds)
-    program = common.load_program(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        program.graph, machine, group_by=group_by, groups=groups, costs=costs
-    )
-    facts: dict[str, Any] = {"model": program.graph.name, "cluster": machine.name}
-    with (
-        backends.runner(program, machine, config, feeds=inputs) as runner,
-        common.status("calibrating ...") as say,
-    ):
-        fitted_to = calibration.varied_placements(problem, placements, seed)
+    facts: dict[str, Any] = {"model": problem.graph.name, "cluster": problem.cluster.name}
+    with common.status("calibrating ...") as say:
+        fitted_to = calibration.varied_placements(problem, options.placements, options.seed)
         pace = None
-        if output is not None:
+        if options.output is not None:
             found = calibration.calibrate(
                 problem, runner, fitted_to, propose=heft, say=lambda text: say(f"{text} ...")
             )
-            found.save(output, program.graph)
+            found.save(options.output, problem.graph)
             problem, pace = found.problem(problem), found.pace
             fitted_to = list(found.fitted_to)
         facts["links"] = [
@@ -113,50 +116,44 @@ def calibrate(
                 "bandwidth": link.bandwidth,
                 "gap_seconds": link.gap_seconds,
                 "overhead_seconds": link.overhead_seconds,
-                "overhead_bandwidth": link.overhead_bandwidth
-                if link.overhead_bandwidth < math.inf
-                else None,
+                "overhead_bandwidth": _or_none(link.overhead_bandwidth),
             }
             for link in problem.cluster.links
         ]
         facts["contention"] = problem.cluster.contention
-        if check:
-            say("measuring fresh placements ...")
-            # Other ones than those the costs were fitted to, single devices among them.
-            singles = [everything_on(problem, d) for d in range(problem.num_devices)]
-            fresh = calibration.varied_placements(
-                problem, check, seed + 1_000_003, without=[*fitted_to, *singles]
-            )
-            ran, result = calibration.check(problem, runner, fresh, pace)
-            facts["check"] = {
-                "placements": len(ran),
-                "mean_absolute_error": result.error,
-                "rank_correlation": _or_none(result.spearman),
-                "rank_correlation_of_fastest_half": _or_none(result.fastest_half.spearman),
-                "rank_correlation_of_passes": _or_none(result.repeated),
-                "predicted_seconds": list(result.predicted),
-                "measured_seconds": list(result.measured),
-                "raw_seconds": list(result.raw),
-            }
-    if as_json:
-        common.print_json(facts)
-    else:
-        _print(facts, output, result if check else None)
-    if plot is not None:
-        _write_plot(plot, result, f"{program.graph.name} on {machine.name}")
+        if not options.check:
+            return facts, None
+        say("measuring fresh placements ...")
+        # Other ones than those the costs were fitted to, single devices among them.
+        singles = [everything_on(problem, d) for d in range(problem.num_devices)]
+        fresh = calibration.varied_placements(
+            problem, options.check, options.seed + 1_000_003, without=[*fitted_to, *singles]
+        )
+        ran, fidelity = calibration.check(problem, runner, fresh, pace)
+    facts["check"] = {
+        "placements": len(ran),
+        "mean_absolute_error": fidelity.error,
+        "rank_correlation": _or_none(fidelity.spearman),
+        "rank_correlation_of_fastest_half": _or_none(fidelity.fastest_half.spearman),
+        "rank_correlation_of_passes": _or_none(fidelity.repeated),
+        "predicted_seconds": list(fidelity.predicted),
+        "measured_seconds": list(fidelity.measured),
+        "raw_seconds": list(fidelity.raw),
+    }
+    return facts, fidelity
 
 
 def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return value if math.isfinite(value) else None
 
 
 def _print(facts: dict[str, Any], output: str | None, result: Fidelity | None) -> None:
     say = common.console.print
     for link in facts["links"]:
-        overhead = common.format_seconds(link["overhead_seconds"])
+        overhead = format_seconds(link["overhead_seconds"])
         say(
-            f"{common.escaped(link['name'])}: {common.format_seconds(link['latency_seconds'])} + "
-            f"{common.format_bytes(link['bandwidth'])}/s, {overhead} of a busy core per transfer"
+            f"{common.escaped(link['name'])}: {format_seconds(link['latency_seconds'])} + "
+            f"{format_bytes(link['bandwidth'])}/s, {overhead} of a busy core per transfer"
         )
     if facts["contention"]:
         say(f"each further device that computes slows all down by {facts['contention']:.0%}")
@@ -193,7 +190,7 @@ def scatter(
         row, column = cell(x, y)
         grid[row][column] = "o" if grid[row][column] in " ." else "O"
     lines = ["predicted", *(f"|{''.join(row)}" for row in grid), f"+{'-' * width} measured"]
-    lines.append(f" {common.format_seconds(low):<{width - 9}}{common.format_seconds(high):>9}")
+    lines.append(f" {format_seconds(low):<{width - 9}}{format_seconds(high):>9}")
     return "\n".join(lines)
 
 

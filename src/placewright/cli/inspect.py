@@ -9,26 +9,26 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from placewright.backends.base import LoadOptions
 from placewright.cli import common
+from placewright.cli.options import Only, add_command
 from placewright.graph import Graph
-from placewright.grouping import Grouping, default_rules, group
+from placewright.grouping import Grouping
+from placewright.problem import ProblemConfig, group_ops
+from placewright.units import format_bytes, format_count
 
 _MOST_ROWS = 12
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(inspect)
+    add_command(app, inspect)
 
 
 def inspect(
     model: common.ModelArgument,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
+    *,
+    load: LoadOptions,
+    problem: Annotated[ProblemConfig, Only("group_by", "groups")],
     save: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write the graph in Placewright's JSON format."),
@@ -39,9 +39,8 @@ def inspect(
 
     Example: placewright inspect inception_v3 --scale small
     """
-    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    rules = common.scope_rules(group_by, graph) or graph.group_rules
-    grouping = group(graph, default_rules(rules, groups))
+    graph = common.load_graph(model, load)
+    grouping = group_ops(graph, problem)
     if save is not None:
         graph.save(save)
     facts = describe(graph, grouping)
@@ -109,13 +108,13 @@ def _print(facts: dict[str, Any]) -> None:
         "co-location",
         f"{number(facts['colocated_ops'])} ops in {number(facts['colocation_sets'])} sets",
     )
-    flops = common.format_count(facts["flops"]) + "FLOP"
+    flops = format_count(facts["flops"]) + "FLOP"
     if facts["ops_without_flops"]:
         flops += f" ({number(facts['ops_without_flops'])} ops unknown)"
     table.add_row("compute of one step", flops)
-    table.add_row("parameters", common.format_bytes(facts["param_bytes"]))
-    table.add_row("optimizer state", common.format_bytes(facts["slot_bytes"]))
-    table.add_row("all tensors made in a step", common.format_bytes(facts["activation_bytes"]))
+    table.add_row("parameters", format_bytes(facts["param_bytes"]))
+    table.add_row("optimizer state", format_bytes(facts["slot_bytes"]))
+    table.add_row("all tensors made in a step", format_bytes(facts["activation_bytes"]))
     for type_, count in facts["ops_without_kernel"].items():
         if count:
             table.add_row(f"ops that cannot run on a {common.escaped(type_)}", number(count))
@@ -139,8 +138,8 @@ def _print(facts: dict[str, Any]) -> None:
         largest.add_row(
             common.escaped(entry["name"]),
             number(entry["ops"]),
-            common.format_count(entry["flops"]),
-            common.format_bytes(entry["resident_bytes"]),
-            common.format_bytes(entry["activation_bytes"]),
+            format_count(entry["flops"]),
+            format_bytes(entry["resident_bytes"]),
+            format_bytes(entry["activation_bytes"]),
         )
     common.console.print(largest)

@@ -8,85 +8,65 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from placewright import backends
+from placewright.backends.base import LoadOptions, RunConfig
 from placewright.cli import common
-from placewright.cli.evaluation import (
-    AddressOption,
-    FeedsOption,
-    LimitMemoryOption,
-    TimeLimitOption,
-    require_here,
-    run_config,
-)
-from placewright.cli.simulate import load_placement
+from placewright.cli.common import PlacementOptions
+from placewright.cli.options import Only, add_command
+from placewright.cli.real import FeedsOption, RunOptions, feeds_from, require_here, run_config
 from placewright.cluster import Cluster, preset_names
+from placewright.problem import ProblemConfig
+from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from placewright.backends import Run
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(measure)
-    app.command()(devices)
+    add_command(app, measure)
+    add_command(app, devices)
 
 
 def measure(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
-    placement: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A placement file to run.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Everything on this device instead.")
-    ] = None,
+    choice: PlacementOptions,
     feeds: FeedsOption = None,
     steps: Annotated[
         int, typer.Option(metavar="N", help="Steps to run; the first warms up and is not counted.")
     ] = 10,
-    time_limit: TimeLimitOption = 120.0,
-    limit_memory: LimitMemoryOption = False,
-    optimize: Annotated[
-        bool, typer.Option("--optimize", help="Let TensorFlow rewrite the graph first (Grappler).")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check that every op ran where the placement puts it.")
-    ] = False,
-    address: AddressOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    together: common.TogetherOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    real: Annotated[
+        RunConfig,
+        Only(
+            "time_limit_seconds",
+            "limit_memory",
+            "optimize",
+            "check",
+            "addresses",
+            config=RunOptions,
+        ),
+    ],
+    problem: Annotated[ProblemConfig, Only("group_by", "groups", "together")],
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Run a model under a placement on the devices of this machine, and time its steps.
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
-    from placewright import backends
-    from placewright.backends.feeds import load_feeds
-
-    if (placement is None) == (device is None):
-        raise common.UsageError("give either --placement FILE or --device NAME")
-    config = run_config(
-        model, address, time_limit, limit_memory, steps=steps, max_steps=max(steps, 40),
-        optimize=optimize, check=check,
-    )  # fmt: skip
+    config = run_config(model, real, steps=steps, max_steps=max(steps, real.max_steps))
     machine = Cluster.load(cluster)
     require_here(model, machine, config)
-    inputs = None if feeds is None else load_feeds(feeds)
-    program = common.load_program(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        program.graph, machine, group_by=group_by, groups=groups, together=together
-    )
-    chosen = load_placement(problem, placement, device)
+    inputs = feeds_from(feeds)
+    program = common.load_program(model, load)
+    made = common.load_problem(program.graph, machine, problem)
+    placement = choice.load(made)
     with (
         backends.runner(program, machine, config, feeds=inputs) as runner,
         common.status("running ..."),
     ):
-        run = runner.measure(chosen.devices[problem.grouping.group_of])
+        run = runner.measure(placement.devices[made.grouping.group_of])
     facts = _facts(program.graph.name, machine, run)
     if as_json:
         common.print_json(facts)
@@ -121,18 +101,18 @@ def _print(cluster: Cluster, facts: dict[str, Any]) -> None:
     if facts["step_seconds"] is None:
         say(f"[red]{facts['outcome']}:[/red] {common.escaped(facts['reason'])}")
     else:
-        step = common.format_seconds(facts["step_seconds"])
-        spread = common.format_seconds(facts["half_width_seconds"])
+        step = format_seconds(facts["step_seconds"])
+        spread = format_seconds(facts["half_width_seconds"])
         count = len(facts["steps"])
         say(f"[bold]{step}[/bold] a step (measured: mean of {count}, 95% within ± {spread})")
         deviation = float(np.std(facts["steps"]))
         fastest, slowest = min(facts["steps"]), max(facts["steps"])
         say(
-            f"standard deviation {common.format_seconds(deviation)}, from "
-            f"{common.format_seconds(fastest)} to {common.format_seconds(slowest)}"
+            f"standard deviation {format_seconds(deviation)}, from "
+            f"{format_seconds(fastest)} to {format_seconds(slowest)}"
         )
     for entry in facts["devices"]:
-        peak = common.format_bytes(entry["peak_bytes"])
+        peak = format_bytes(entry["peak_bytes"])
         say(f"{common.escaped(entry['name'])}: at most {peak} in use")
     if facts["misplaced"] is not None:
         wrong = facts["misplaced"]
@@ -164,16 +144,14 @@ def devices(as_json: common.JsonOption = False) -> None:
         return
     table = Table.grid(padding=(0, 2))
     for entry in facts["devices"]:
-        memory = common.format_bytes(entry["memory_bytes"])
+        memory = format_bytes(entry["memory_bytes"])
         table.add_row(*(common.escaped(text) for text in (entry["name"], entry["kind"], memory)))
     common.console.print(table)
     cores = "1 core" if facts["cores"] == 1 else f"{facts['cores']} cores"
     common.console.print(f"{cores} for this process")
     for backend in backends.every():
         if not facts[backend.name]:
-            common.console.print(
-                f"{backend.name} is not installed: run pip install "
-                rf"'placewright\[{backend.extra}]' to measure"
-            )
+            install = rf"pip install 'placewright\[{backend.extra}]'"
+            common.console.print(f"{backend.name} is not installed: run {install} to measure")
     can = ", ".join(facts["measurable"])
     common.console.print(f"clusters that can be measured here: {can or 'none'}")

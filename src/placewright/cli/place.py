@@ -7,9 +7,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -17,17 +18,21 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from placewright.cli import common, distribution, evaluation
-from placewright.cli.evaluation import FeedsOption
+from placewright.backends.base import LoadOptions
+from placewright.cli import common
+from placewright.cli.options import Only, UsageError, add_command, complete_methods
+from placewright.cli.real import FeedsOption, RealRuns, feeds_from, run_config
 from placewright.cli.report import write_beside
 from placewright.cluster import Cluster
+from placewright.distributed.config import TeamConfig
 from placewright.errors import SearchError, WorkerError
+from placewright.problem import Problem, ProblemConfig
+from placewright.session.config import SearchConfig
+from placewright.units import format_seconds
 
 if TYPE_CHECKING:
     from placewright.budget import Budget
     from placewright.measurement import Trial
-    from placewright.problem import Problem
-    from placewright.session.config import How
     from placewright.session.result import Result
     from placewright.session.search import Progress as SearchProgress
 
@@ -36,153 +41,130 @@ RESULT_FILES = (
     "report.html", "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
-MethodOption = Annotated[
-    str,
-    typer.Option(
-        "--method",
-        "-m",
-        metavar="NAME[,NAME...]",
-        help="'auto' (baselines, then improve on the best) or names from 'placewright methods'.",
-        autocompletion=common.complete_methods,
-    ),
-]
-BudgetOption = Annotated[
-    str | None,
-    typer.Option("--budget", "-b", metavar="TIME", help="How long to search: 90s, 5m, 1h."),
-]
-TrialsOption = Annotated[
-    int | None, typer.Option("--trials", metavar="N", help="How many placements to try.")
-]
 LearnerOption = Annotated[
     list[str] | None,
     typer.Option(
         "--learner",
         metavar="NAME=VALUE",
-        help="A setting of the learned methods (docs/learning.md); may be given several times.",
+        help="A setting of the learned methods (docs/learning.md); repeatable.",
     ),
 ]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="A trained policy that the learned methods go on from."),
-]
-SeedOption = Annotated[int, typer.Option(help="The same seed gives the same simulated result.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the result goes, and how."""
+
+    directory: str | None = None
+    """Where to put the result."""
+    resume: str | None = None
+    """Continue the run in this directory."""
+    report: bool = True
+    """Also write report.html."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __post_init__(self) -> None:
+        own, resume = self.directory, self.resume
+        if resume is not None:
+            if own is not None and Path(own) != Path(resume):
+                raise SearchError("--resume continues in its own directory; leave out --output")
+            if not (Path(resume) / "journal.jsonl").is_file():
+                raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
+        elif own is not None:
+            if not own or (Path(own).exists() and not Path(own).is_dir()):
+                raise SearchError(f"{own or repr(own)}: not a directory")
+            for name in RESULT_FILES:
+                if (Path(own) / name).exists():
+                    raise SearchError(
+                        f"{own}: already holds a run ({name}); continue it with --resume {own}, or "
+                        "choose another directory"
+                    )
+
+    def directory_for(self, model: str, cluster: str) -> str:
+        """What was asked for, or a new one."""
+        if self.resume is not None or self.directory is not None:
+            return self.resume or self.directory or ""
+        base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
+        number = 1
+        while Path(name := base if number == 1 else f"{base}-{number}").exists():
+            number += 1
+        return name
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(place)
-    app.command()(compare)
-    app.command()(methods)
+    add_command(app, place)
+    add_command(app, compare)
+    add_command(app, methods)
 
 
 def place(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
-    method: MethodOption = "auto",
-    budget: BudgetOption = None,
-    trials: TrialsOption = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Where to put the result.", show_default=False
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Continue the run in this directory."),
-    ] = None,
-    seed: SeedOption = 0,
+    search: Annotated[
+        SearchConfig, Only("method", "budget", "trials", "seed", "policy", "evaluate")
+    ],
     learner: LearnerOption = None,
-    policy: PolicyOption = None,
-    html: Annotated[
-        bool, typer.Option("--report/--no-report", help="Also write report.html.")
-    ] = True,
-    pin: common.PinOption = None,
-    forbid: common.ForbidOption = None,
-    together: common.TogetherOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    costs: common.CostsOption = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="'simulate', 'measure' (every trial is a real run) or 'simulate+measure' (search "
-            "in the simulator, run the best); the latter where the cluster is this machine.",
-            show_default=False,
-        ),
-    ] = None,
+    output: Output,
+    problem: ProblemConfig,
     feeds: FeedsOption = None,
-    time_limit: evaluation.TimeLimitOption = 120.0,
-    limit_memory: evaluation.LimitMemoryOption = False,
-    address: evaluation.AddressOption = None,
-    controllers: distribution.ControllersOption = None,
-    workers: distribution.WorkersOption = None,
-    ray_address: distribution.RayAddressOption = None,
-    worker_resource: distribution.WorkerResourceOption = None,
-    trial_timeout: distribution.TrialTimeoutOption = "5m",
-    max_staleness: distribution.MaxStalenessOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
-    as_json: common.JsonOption = False,
+    real: RealRuns,
+    team: Annotated[TeamConfig | None, Only(needs=("workers", "controllers"))],
+    load: LoadOptions,
 ) -> None:
     """Find a fast placement of a model on a cluster, and leave it in a directory.
 
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
-    from placewright.backends.feeds import load_feeds
+    from placewright.distributed.config import check_installed
     from placewright.learning.config import configured_presets
-    from placewright.methods import parse
-    from placewright.session.config import Machine, SearchConfig
+    from placewright.session.config import Machine
     from placewright.session.driver import Session, needs_program
 
-    config = SearchConfig(
-        method=method, budget=budget, trials=trials, seed=seed, evaluate=_how(evaluate),
-        learner=configured_presets(parse(method).names, learner or ()), policy=policy,
-    )  # fmt: skip
-    team = distribution.configured(
-        controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
-    )
+    config = replace(search, learner=configured_presets(search.chosen.names, learner or ()))
+    if team is not None:
+        check_installed("--controllers" if team.controllers else "--workers")
     # What can be wrong with the request is said before the model is read, which takes a while.
-    directory = _output_directory(output, resume, model, cluster)
+    directory = output.directory_for(model, cluster)
     described = Cluster.load(cluster)
-    real = evaluation.run_config(model, address, time_limit, limit_memory)
+    run = run_config(model, real)
     machine = None
-    if needs_program(model, described, config, run=real, team=team, directory=resume):
-        program = common.load_program(model, scale, batch, dim, signature, fetch)
+    if needs_program(model, described, config, run=run, team=team, directory=output.resume):
+        program = common.load_program(model, load)
         graph = program.graph
-        machine = Machine(program, real, None if feeds is None else load_feeds(feeds))
+        machine = Machine(program, run, feeds_from(feeds))
     else:
         if feeds is not None:
-            raise common.UsageError("--feeds means nothing in the simulator")
-        graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        graph, described, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
-        together=together, costs=costs,
-    )  # fmt: skip
+            raise UsageError("--feeds means nothing in the simulator")
+        graph = common.load_graph(model, load)
+    posed = common.load_problem(graph, described, problem)
     with stop_on_interrupt() as stopped, _progress(config.limits) as display:
         session = Session(
-            problem, config, machine=machine, team=team, directory=directory,
+            posed, config, machine=machine, team=team, directory=directory,
             observe=lambda progress: display(progress, session.status()),
             stop=lambda: bool(stopped),
         )  # fmt: skip
         result = session.run()
+    _finish(result, directory, output)
+
+
+def _finish(result: Result, directory: str, output: Output) -> None:
+    """Saves and prints a result, and ends with the exit code that it stands for."""
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
-    if result.interrupted and not result.trials and not as_json:
+    if result.interrupted and not result.trials and not output.json:
         common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
         raise typer.Exit(130)
-    if as_json:
+    if output.json:
         common.print_json(result.summary(command))
     else:
-        _print_table(problem, result.table, result.best_single)
+        _print_table(result.problem, result.table, result.best_single)
         _print_answer(result, directory)
-    if html:
+    if output.report:
         # After the answer, which nobody should have to wait for.
         page = write_beside(directory, result)
-        if not as_json:
+        if not output.json:
             common.console.print(page)
     if result.fault:
         # What was found is saved; the error is still one.
@@ -195,6 +177,7 @@ def place(
 
 def compare(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
     method: Annotated[
         str,
@@ -202,33 +185,21 @@ def compare(
             "--methods",
             metavar="NAME[,NAME...]",
             help="Names from 'placewright methods', or 'all'.",
-            autocompletion=common.complete_methods,
+            autocompletion=complete_methods,
         ),
     ] = "all",
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget", "-b", metavar="TIME", help="For each method that searches: 20s, 5m."
+    search: Annotated[
+        SearchConfig,
+        Only(
+            budget="For each method that searches: 20s, 5m.",
+            trials="The same, as a number of placements.",
+            seed="The same seed gives the same simulated result.",
+            policy="A trained policy that the learned methods go on from.",
         ),
-    ] = None,
-    trials: Annotated[
-        int | None,
-        typer.Option("--trials", metavar="N", help="The same, as a number of placements."),
-    ] = None,
-    seed: SeedOption = 0,
+    ],
     learner: LearnerOption = None,
-    policy: PolicyOption = None,
-    pin: common.PinOption = None,
-    forbid: common.ForbidOption = None,
-    together: common.TogetherOption = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    costs: common.CostsOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    problem: ProblemConfig,
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Compare methods on a model and a cluster, each on its own.
@@ -237,28 +208,23 @@ def compare(
     """
     from placewright import methods as registry
     from placewright.learning.config import PRESETS, configured_presets
-    from placewright.session.config import SearchConfig
     from placewright.session.driver import Session
 
     names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
     everyone = list(dict.fromkeys(n for name in names for n in registry.parse(name).names))
     learners = configured_presets(everyone, learner or ())
-    registry.check_learner(everyone, learners, policy)
-    if budget is None and trials is None:
-        budget = "20s"
+    registry.check_learner(everyone, learners, search.policy)
+    if search.budget is None and search.trials is None:
+        search = replace(search, budget="20s")
     configs = {}
     for name in names:
         learns = any(n in PRESETS for n in registry.parse(name).names)
-        configs[name] = SearchConfig(
-            method=name, budget=budget, trials=trials, seed=seed, evaluate="simulate",
-            learner=learners if learns else None, policy=policy if learns else None,
+        configs[name] = replace(
+            search, method=name, evaluate="simulate", learner=learners if learns else None,
+            policy=search.policy if learns else None,
         )  # fmt: skip
     machine = Cluster.load(cluster)
-    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
-        together=together, costs=costs,
-    )  # fmt: skip
+    posed = common.load_problem(common.load_graph(model, load), machine, problem)
     table: list[dict[str, Any]] = []
     bound = 0.0
     single = None
@@ -267,7 +233,7 @@ def compare(
             if stopped:
                 break
             with common.status(f"running {name} ..."):
-                result = Session(problem, config, stop=lambda: bool(stopped)).run()
+                result = Session(posed, config, stop=lambda: bool(stopped)).run()
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)
             if name == "single":
@@ -275,8 +241,8 @@ def compare(
     if as_json:
         common.print_json({"methods": table, "lower_bound_seconds": bound})
     else:
-        _print_table(problem, table, single)
-        common.console.print(f"no placement can be faster than {common.format_seconds(bound)}")
+        _print_table(posed, table, single)
+        common.console.print(f"no placement can be faster than {format_seconds(bound)}")
     if stopped:
         raise typer.Exit(130)
 
@@ -298,38 +264,6 @@ def methods(as_json: common.JsonOption = False) -> None:
     for name, summary in described.items():
         table.add_row(name, summary)
     common.console.print(table)
-
-
-def _how(evaluate: str | None) -> How | None:
-    from placewright.session.config import How
-
-    if evaluate is None or evaluate in get_args(How):
-        return cast("How | None", evaluate)
-    raise common.UsageError(f"--evaluate {evaluate}: expected {', '.join(get_args(How))}")
-
-
-def _output_directory(output: str | None, resume: str | None, model: str, cluster: str) -> str:
-    if resume is not None:
-        if output is not None and Path(output) != Path(resume):
-            raise SearchError("--resume continues in its own directory; leave out --output")
-        if not (Path(resume) / "journal.jsonl").is_file():
-            raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
-        return resume
-    if output is not None:
-        if not output or (Path(output).exists() and not Path(output).is_dir()):
-            raise SearchError(f"{output or repr(output)}: not a directory")
-        for name in RESULT_FILES:
-            if (Path(output) / name).exists():
-                raise SearchError(
-                    f"{output}: already holds a run ({name}); continue it with --resume {output}, "
-                    "or choose another directory"
-                )
-        return output
-    base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
-    number = 1
-    while Path(name := base if number == 1 else f"{base}-{number}").exists():
-        number += 1
-    return name
 
 
 @contextmanager
@@ -368,7 +302,7 @@ def _progress(
             if display is not None:
                 view = _progress_view(progress, limits)
                 if workers:
-                    view.add_row("", distribution.described(workers))
+                    view.add_row("", _workers(workers))
                 display.update(view)
 
         yield show
@@ -398,13 +332,27 @@ def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
     return view
 
 
+def _workers(status: Mapping[str, float]) -> str:
+    """A line for the progress display."""
+    busy, count = int(status["workers_busy"]), int(status["workers"])
+    line = f"{busy} of {count} workers busy, {count - busy} idle"
+    if status["workers_replaced"]:
+        line += f", {status['workers_replaced']:.0f} replaced"
+    if "controllers" in status:
+        line = (
+            f"{status['controllers']:.0f} controllers, {line}, "
+            f"{status['trials_per_second']:,.1f} trials/s, staleness {status['staleness']:.1f}"
+        )
+    return line
+
+
 def _learning(metrics: dict[str, float] | None) -> str:
     """How the last update of a method that learns went."""
     if metrics is None:
         return ""
     return (
         f", update {metrics['update']:,.0f}: mean "
-        f"{common.format_seconds(metrics['step_seconds_mean'])}, entropy {metrics['entropy']:.2f}, "
+        f"{format_seconds(metrics['step_seconds_mean'])}, entropy {metrics['entropy']:.2f}, "
         f"{metrics['failure_share']:.0%} failed"
     )
 
@@ -413,11 +361,7 @@ def _found(trial: Trial | None) -> str:
     if trial is None:
         return "..."
     measurement = trial.measurement
-    return (
-        common.format_seconds(measurement.mean_seconds)
-        if measurement.ok
-        else measurement.outcome.value
-    )
+    return format_seconds(measurement.mean_seconds) if measurement.ok else measurement.outcome.value
 
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
@@ -463,7 +407,7 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             peaks = [max(peaks, key=lambda pair: pair[0] / pair[1])]
         table.add_row(
             entry["method"],
-            common.format_seconds(seconds) if seconds is not None else entry["outcome"],
+            format_seconds(seconds) if seconds is not None else entry["outcome"],
             ratio,
             *(
                 f"[red]{peak / scale:.1f}[/red]" if peak > limit else f"{peak / scale:.1f}"
@@ -493,13 +437,13 @@ def _print_answer(result: Result, directory: str) -> None:
     devices = result.problem.cluster.device_names
     used = sorted(set(result.placement.devices.tolist()))
     on = ", ".join(common.escaped(devices[d]) for d in used)
-    step = common.format_seconds(result.step_seconds)
+    step = format_seconds(result.step_seconds)
     how = "simulated"
     if result.measured:
         half_width = result.best.measurement.half_width_seconds
         how = "measured once"
         if half_width is not None:
-            how = f"measured, 95% within ± {common.format_seconds(half_width)}"
+            how = f"measured, 95% within ± {format_seconds(half_width)}"
     say(f"[bold]{step}[/bold] a step on {on} ({how}), found by {result.best.placer}")
     single = result.best_single
     if single is not None:
@@ -512,7 +456,7 @@ def _print_answer(result: Result, directory: str) -> None:
     for other in result.comparisons:
         spread = "" if other.half_width is None else f" ± {other.half_width:.3f}"
         say(f"in turns with {other.method}: {other.ratio:.3f}{spread} times as fast")
-    bound = common.format_seconds(result.lower_bound_seconds)
+    bound = format_seconds(result.lower_bound_seconds)
     if result.measured:
         pass  # what is proven of the simulator is not of the machine
     elif result.gap < 1e-6:

@@ -9,6 +9,8 @@ import typer
 from rich.padding import Padding
 
 from placewright.cli import common
+from placewright.cli.options import add_command
+from placewright.units import parse_duration
 
 if TYPE_CHECKING:
     from placewright.budget import Budget
@@ -20,8 +22,8 @@ DirectoryArgument = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(report)
-    app.command()(explain)
+    add_command(app, report)
+    add_command(app, explain)
 
 
 def report(
@@ -74,7 +76,6 @@ def report(
 def _what_if_budget(text: str | None) -> Budget | None:
     from placewright.budget import Budget
     from placewright.report import WHAT_IF_SECONDS, WHAT_IF_TRIALS
-    from placewright.units import parse_duration
 
     if text is None:
         return Budget(seconds=WHAT_IF_SECONDS, trials=WHAT_IF_TRIALS)

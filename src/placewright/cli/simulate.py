@@ -8,15 +8,19 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from placewright.backends.base import LoadOptions
 from placewright.cli import common
+from placewright.cli.common import PlacementOptions
+from placewright.cli.options import Only, add_command
 from placewright.cluster import Cluster
 from placewright.costs import Source
 from placewright.errors import PlacementError
 from placewright.files import write_json
+from placewright.problem import Problem, ProblemConfig
+from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from placewright.placement import Placement
-    from placewright.problem import Problem
 
 _SOURCES = {
     Source.NO_KERNEL: "no kernel",
@@ -27,65 +31,39 @@ _SOURCES = {
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(simulate)
+    add_command(app, simulate)
 
 
 def simulate(
     model: common.ModelArgument,
+    *,
     cluster: common.ClusterOption = "local",
-    placement: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A placement file to simulate.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Everything on this device instead.")
-    ] = None,
+    choice: PlacementOptions,
     trace: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a Chrome trace; open it in ui.perfetto.dev."),
     ] = None,
-    group_by: common.GroupByOption = None,
-    groups: common.GroupsOption = None,
-    together: common.TogetherOption = None,
-    costs: common.CostsOption = None,
-    scale: common.ScaleOption = "paper",
-    batch: common.BatchOption = None,
-    dim: common.DimOption = None,
-    signature: common.SignatureOption = None,
-    fetch: common.FetchOption = None,
+    problem: Annotated[ProblemConfig, Only("group_by", "groups", "together", "costs")],
+    load: LoadOptions,
     as_json: common.JsonOption = False,
 ) -> None:
     """Simulate one step of a model under a placement: time, memory, what the devices do.
 
     Example: placewright simulate rnnlm --cluster k80x2 --device gpu:0 --trace trace.json
     """
-    if (placement is None) == (device is None):
-        raise common.UsageError("give either --placement FILE or --device NAME")
     machine = Cluster.load(cluster)
-    graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    problem = common.load_problem(
-        graph, machine, group_by=group_by, groups=groups, together=together, costs=costs
-    )
-    chosen = load_placement(problem, placement, device)
+    made = common.load_problem(common.load_graph(model, load), machine, problem)
+    placement = choice.load(made)
     with common.status("simulating ..."):
-        facts = _facts(problem, chosen, trace)
+        facts = _facts(made, placement, trace)
     if as_json:
         common.print_json(facts)
     else:
-        _print(problem, facts)
+        _print(made, facts)
         if trace is not None and facts["outcome"] != "failed":
             common.console.print(f"trace written to {common.escaped(trace)}")
     if facts["step_seconds"] is None:
         raise typer.Exit(1)
-
-
-def load_placement(problem: Problem, path: str | None, device: str | None) -> Placement:
-    from placewright.placement import Placement
-
-    if path is not None:
-        return Placement.load(path, problem)
-    assert device is not None
-    number = problem.cluster.device_number(device)
-    return Placement.of(problem, np.full(problem.num_groups, number, dtype=np.int32))
 
 
 def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[str, Any]:
@@ -141,9 +119,9 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
     if facts["step_seconds"] is None:
         say(f"[red]{facts['outcome']}:[/red] {common.escaped(facts['reason'])}")
     else:
-        bound = common.format_seconds(facts["lower_bound_seconds"])
+        bound = format_seconds(facts["lower_bound_seconds"])
         say(
-            f"[bold]{common.format_seconds(facts['step_seconds'])}[/bold] a step (simulated); "
+            f"[bold]{format_seconds(facts['step_seconds'])}[/bold] a step (simulated); "
             f"no placement can be faster than {bound}"
         )
     if "devices" in facts:
@@ -156,21 +134,19 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
             table.add_row(
                 common.escaped(entry["name"]),
                 str(entry["groups"]),
-                common.format_seconds(entry["busy_seconds"] / device.kind.slots),
-                common.format_seconds(entry["idle_seconds"] / device.kind.slots),
-                common.format_seconds(entry["transfer_seconds"]),
-                common.format_bytes(entry["peak_bytes"]),
-                common.format_bytes(entry["memory_bytes"]),
+                format_seconds(entry["busy_seconds"] / device.kind.slots),
+                format_seconds(entry["idle_seconds"] / device.kind.slots),
+                format_seconds(entry["transfer_seconds"]),
+                format_bytes(entry["peak_bytes"]),
+                format_bytes(entry["memory_bytes"]),
             )
         say(table)
-        say(
-            f"{facts['transfers']:,} transfers of {common.format_bytes(facts['transferred_bytes'])}"
-        )
+        say(f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}")
         path = facts["critical_path"]
         say(
-            f"critical path: {path['ops']:,} ops for {common.format_seconds(path['op_seconds'])}, "
+            f"critical path: {path['ops']:,} ops for {format_seconds(path['op_seconds'])}, "
             f"{path['transfers']:,} transfers for "
-            f"{common.format_seconds(path['transfer_seconds'])}"
+            f"{format_seconds(path['transfer_seconds'])}"
         )
     for kind, counts in facts["costs"].items():
         parts = ", ".join(f"{count:,} {source}" for source, count in counts.items())

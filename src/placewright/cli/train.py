@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from placewright.backends.base import LoadOptions
 from placewright.cli import common
-from placewright.cli.place import LearnerOption, SeedOption, stop_on_interrupt
+from placewright.cli.options import Only, add_command
+from placewright.cli.place import LearnerOption, stop_on_interrupt
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
+from placewright.session.config import SearchConfig
+from placewright.units import format_seconds
 
 if TYPE_CHECKING:
     from placewright.learning.train import Training
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command()(train)
+    add_command(app, train)
 
 
 def train(
+    *,
     models: Annotated[
         str, typer.Option(metavar="MODEL[,MODEL...]", help="Names or files to train on.")
     ],
@@ -29,18 +35,17 @@ def train(
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where to put the policy.")
     ],
-    budget: Annotated[
-        str | None, typer.Option("--budget", "-b", metavar="TIME", help="How long: 10m, 1h.")
-    ] = None,
-    trials: Annotated[
-        int | None, typer.Option("--trials", metavar="N", help="How many placements in all.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A trained policy to go on training.")
-    ] = None,
+    search: Annotated[
+        SearchConfig,
+        Only(
+            budget="How long: 10m, 1h.",
+            trials="How many placements in all.",
+            policy="A trained policy to go on training.",
+            seed="The same seed gives the same simulated result.",
+        ),
+    ],
     learner: LearnerOption = None,
-    seed: SeedOption = 0,
-    scale: common.ScaleOption = "paper",
+    load: Annotated[LoadOptions, Only("scale")],
     as_json: common.JsonOption = False,
 ) -> None:
     """Train one policy on several models and clusters, to start from on others.
@@ -50,14 +55,11 @@ def train(
     from pathlib import Path
 
     from placewright import methods
-    from placewright.budget import Budget
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.problem import make_problem
-    from placewright.units import parse_duration
 
-    if budget is None and trials is None:
-        budget = "10m"
-    limits = Budget(seconds=None if budget is None else parse_duration(budget), trials=trials)
+    if search.budget is None and search.trials is None:
+        search = replace(search, budget="10m")
     if Path(output).exists():
         raise SearchError(f"{output}: is there already; choose another file")
     if not Path(output).absolute().parent.is_dir():
@@ -69,18 +71,16 @@ def train(
     from placewright.learning.train import train as train_policy
 
     config = configured(PPO, learner or ())
-    start = None if policy is None else Policy.load(policy)
+    start = None if search.policy is None else Policy.load(search.policy)
     machines = [Cluster.load(cluster) for cluster in clusters.split(",")]
-    graphs = [
-        common.load_graph(model, scale, None, None, None, None) for model in models.split(",")
-    ]
+    graphs = [common.load_graph(model, load) for model in models.split(",")]
     lessons = []
     for graph in graphs:
         for machine in machines:
             problem = make_problem(graph, machine)
             evaluator = SimulatedEvaluator(problem)
             lessons.append(
-                Lesson(evaluator=evaluator, teachers=methods.teachers(problem, seed=seed))
+                Lesson(evaluator=evaluator, teachers=methods.teachers(problem, seed=search.seed))
             )
     names = [
         f"{lesson.evaluator.problem.graph.name} on {lesson.evaluator.problem.cluster.name}"
@@ -92,7 +92,7 @@ def train(
         def observe(training: Training) -> None:
             state[:] = [training]
             best = ", ".join(
-                f"{name} {common.format_seconds(trial.measurement.mean_seconds)}"
+                f"{name} {format_seconds(trial.measurement.mean_seconds)}"
                 for name, trial in zip(names, training.best, strict=True)
                 if trial is not None and trial.measurement.ok
             )
@@ -103,7 +103,7 @@ def train(
             )
 
         trained = train_policy(
-            lessons, config, limits, seed=seed, policy=start, observe=observe,
+            lessons, config, search.limits, seed=search.seed, policy=start, observe=observe,
             stop=lambda: bool(stopped),
         )  # fmt: skip
     trained.cpu().save(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from placewright.cluster import Cluster
@@ -17,20 +17,20 @@ class TeamConfig:
     """Who works on a search, and where."""
 
     controllers: int = 0
-    """Learners that train one policy together; 0: none, workers alone."""
+    """Train learned methods with C controllers side by side, on Ray. They train one policy
+    together; 0: none, workers alone."""
     workers: int = 1
-    """Processes that try placements: this many for each controller, or in all without any."""
+    """Try placements with K processes, on Ray; K for each controller."""
     address: str | None = None
-    """Of a Ray cluster that runs already, or `auto` for the one this machine belongs to; None:
-    start one on this machine and stop it at the end."""
+    """A Ray cluster that runs already: HOST:PORT, or 'auto' for this machine's; otherwise one is
+    started here and stopped at the end."""
     resources: Mapping[str, float] | None = None
-    """What Ray sets aside for each worker, such as `{"GPU": 4}` or a resource of your own: no two
-    workers get the same. None: one CPU to simulate, all devices of the cluster to measure."""
+    """What each worker needs of the machine Ray puts it on, such as GPU=4; by default one CPU to
+    simulate, all devices of the cluster to measure. No two workers get the same."""
     trial_seconds: float = 300.0
-    """A worker that takes longer for a placement hangs: it is replaced."""
+    """A worker that takes longer for a trial is replaced."""
     max_staleness: int | None = None
-    """Gradients computed from a policy more than this many steps old are left out; None: none
-    is."""
+    """Leave out gradients more than N steps old; by default none is."""
 
     def __post_init__(self) -> None:
         if self.controllers < 0 or self.workers < 1:
@@ -40,6 +40,8 @@ class TeamConfig:
             )
         if not self.trial_seconds > 0:
             raise SearchError(f"a trial cannot be given {self.trial_seconds:g} seconds")
+        if self.max_staleness is not None and not self.controllers:
+            raise SearchError("`max_staleness` means nothing without `controllers`")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise SearchError(f"staleness is at least 0, not {self.max_staleness}")
         for name, amount in (self.resources or {}).items():
@@ -63,20 +65,6 @@ class TeamConfig:
             return {"CPU": 1.0}
         gpus = sum(device.type == "gpu" for device in cluster.devices)
         return {"GPU": float(gpus)} if gpus else {"CPU": float(usable_cores())}
-
-
-def parse_resources(settings: Sequence[str]) -> dict[str, float]:
-    """Amounts by name, of `NAME=AMOUNT` each."""
-    resources = {}
-    for setting in settings:
-        name, _, amount = setting.partition("=")
-        try:
-            resources[name.strip()] = float(amount)
-        except ValueError:
-            raise SearchError(
-                f"--worker-resource {setting!r} is not of the form NAME=AMOUNT, such as GPU=4"
-            ) from None
-    return resources
 
 
 def check_installed(what: str) -> None:

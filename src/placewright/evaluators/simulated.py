@@ -13,7 +13,8 @@ from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.simulator.engine import Simulation, Simulator, format_bytes, why_not
+from placewright.simulator.engine import Simulation, Simulator, why_not
+from placewright.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation
     number = int(simulation.overflow_device[row])
     device = problem.cluster.devices[number]
     need, room = int(simulation.peak_bytes[row, number]), device.memory_bytes
-    digits = 1
+    digits = 3
     while format_bytes(need, digits) == format_bytes(room, digits):
         digits += 1
     parts = [f"{device.name} needs {format_bytes(need, digits)}, has {format_bytes(room, digits)}"]

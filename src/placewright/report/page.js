@@ -19,7 +19,7 @@ const el = (tag, attributes = {}, ...children) => {
   return node;
 };
 const seconds = s => s === null || s === undefined ? "–"
-  : s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(1) + " ms" : (s * 1e6).toFixed(1) + " µs";
+  : s >= 1 ? s.toFixed(3) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(2) + " ms" : (s * 1e6).toFixed(1) + " µs";
 const bytes = b => {
   for (const unit of ["B", "kB", "MB", "GB"]) {
     if (b < 1000) return (unit === "B" ? b.toFixed(0) : Number(b.toPrecision(3))) + " " + unit;

@@ -23,6 +23,7 @@ from placewright.report import analysis, words
 from placewright.report.run import Run
 from placewright.report.what_if import WhatIf, what_ifs
 from placewright.simulator.timeline import Timeline
+from placewright.units import format_bytes, format_seconds
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -181,31 +182,31 @@ def _tiles(run: Run) -> list[dict[str, str]]:
                 _tile(
                     f"{single['speed_up']:.2f}{_TIMES}",
                     "over the best single device",
-                    f"{words.single_device(run)}, {words.seconds_text(single['step_seconds'])}",
+                    f"{words.single_device(run)}, {format_seconds(single['step_seconds'])}",
                 )
             )
         else:
             tiles.append(_tile("-", "single device", "none can run it"))
     if step is not None and rows.get("expert", {}).get("speed_up"):
         row = rows["expert"]
-        note = words.seconds_text(row["step_seconds"])
+        note = format_seconds(row["step_seconds"])
         tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the expert", note))
     others = [row for name, row in rows.items() if row["speed_up"] and name != "expert"]
     if step is not None and others:
         row = min(others, key=lambda row: row["step_seconds"])
-        note = f"{row['method']}, {words.seconds_text(row['step_seconds'])}"
+        note = f"{row['method']}, {format_seconds(row['step_seconds'])}"
         tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the best other baseline", note))
     bound = summary["lower_bound_seconds"]
     if step is not None and bound > 0:
         gap = max(0.0, 1 - bound / step)
-        note = f"lower bound {words.seconds_text(bound)}"
+        note = f"lower bound {format_seconds(bound)}"
         value = "optimal" if gap < 1e-6 else f"≤ {gap:.0%}"
         tiles.append(_tile(value, "left to gain", note))
     full = words.tightest(run)
     if full is not None:
         device, peak, limit = full
         name = run.problem.cluster.device_names[device]
-        note = f"{name}: {words.bytes_text(peak)} of {words.bytes_text(limit)}"
+        note = f"{name}: {format_bytes(peak)} of {format_bytes(limit)}"
         spare = 1 - peak / limit
         tiles.append(
             _tile(f"{spare:.0%}", "memory to spare", note)
@@ -403,11 +404,11 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
 
     both = (a, b)
     steps = [r.best.measurement.mean_seconds if r.ok and r.best else None for r in both]
-    add("step time", steps, words.seconds_text, 1)
+    add("step time", steps, format_seconds, 1)
     add(
         "lower bound",
         [r.summary["lower_bound_seconds"] or None for r in both],
-        words.seconds_text,
+        format_seconds,
         0,
     )
     times = [r.timeline for r in both]
@@ -432,13 +433,13 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
     add(
         "sent between devices",
         [float(t.transfers.bytes.sum()) if t else None for t in times],
-        words.bytes_text,
+        format_bytes,
         1,
     )
     add(
         "transfers the step waits for",
         [analysis.critical_path_shares(t).transfer_seconds if t else None for t in times],
-        words.seconds_text,
+        format_seconds,
         1,
     )
     add(

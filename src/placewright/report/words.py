@@ -12,28 +12,12 @@ from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.run import Run
 from placewright.simulator.timeline import Timeline
+from placewright.units import format_bytes, format_seconds
 
 
 class Section(NamedTuple):
     title: str
     lines: tuple[str, ...]
-
-
-def seconds_text(seconds: float) -> str:
-    """`1.171 s`, `628.4 ms`, `41.0 µs`."""
-    if seconds >= 1:
-        return f"{seconds:.3f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.1f} µs"
-
-
-def bytes_text(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def listed(items: Sequence[str]) -> str:
@@ -104,10 +88,10 @@ def answer(run: Run) -> str:
     if not run.ok or run.best is None:
         return f"No placement of {where} ran; {plural(run.summary['trials'], 'placement')} tried."
     step = run.best.measurement.mean_seconds
-    text = f"One step of {where} takes {seconds_text(step)}"
+    text = f"One step of {where} takes {format_seconds(step)}"
     if run.measured:
         half_width = run.summary.get("half_width_seconds")
-        within = f", 95% within ± {seconds_text(half_width)}" if half_width else ""
+        within = f", 95% within ± {format_seconds(half_width)}" if half_width else ""
         text += f" (measured{within})"
     by_method = {row["method"]: row for row in comparisons(run)}
     parts = []
@@ -129,7 +113,7 @@ def answer(run: Run) -> str:
         text += "; that is proven to be optimal in the simulator"
     else:
         text += (
-            f"; no placement can take less than {seconds_text(bound)}, so at most "
+            f"; no placement can take less than {format_seconds(bound)}, so at most "
             f"{1 - bound / step:.0%} is left to gain"
         )
     full = tightest(run)
@@ -164,8 +148,8 @@ def basis(run: Run) -> str:
     if run.ok:
         predicted, measured = run.timeline.step_seconds, run.best.measurement.mean_seconds
         text += (
-            f": they predict {seconds_text(predicted)} for this placement, measured "
-            f"{seconds_text(measured)} ({predicted / measured - 1:+.0%})"
+            f": they predict {format_seconds(predicted)} for this placement, measured "
+            f"{format_seconds(measured)} ({predicted / measured - 1:+.0%})"
         )
         if run.calibrated:
             text += ", which is among the runs they were fitted to"
@@ -220,7 +204,7 @@ def _where(timeline: Timeline) -> list[str]:
         peak = int(timeline.peak_bytes[d])
         lines.append(
             f"{device.name}: {plural(len(groups), 'group')}, {share:.0%} of the computing, "
-            f"{bytes_text(peak)} of {bytes_text(device.memory_bytes)} memory: {listed(shown)}."
+            f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)} memory: {listed(shown)}."
         )
     return lines
 
@@ -257,13 +241,13 @@ def _sent(timeline: Timeline) -> list[str]:
     on_path = analysis.critical_path_shares(timeline).transfer_seconds
     total = float((sent.end - sent.start).sum())
     lines = [
-        f"{plural(len(sent), 'transfer')} of {bytes_text(int(sent.bytes.sum()))} take "
-        f"{seconds_text(total)} in sum; the step waits for {seconds_text(on_path)} of that, the "
-        "rest passes side by side with computing or with each other."
+        f"{plural(len(sent), 'transfer')} of {format_bytes(int(sent.bytes.sum()))} take "
+        f"{format_seconds(total)} in sum; the step waits for {format_seconds(on_path)} of that, "
+        "the rest passes side by side with computing or with each other."
     ]
     top = analysis.flows(timeline)[:3]
     parts = [
-        f"{names[flow.source]} to {names[flow.target]} {bytes_text(flow.bytes)} in "
+        f"{names[flow.source]} to {names[flow.target]} {format_bytes(flow.bytes)} in "
         f"{plural(flow.transfers, 'transfer')}"
         for flow in top
     ]
@@ -272,7 +256,7 @@ def _sent(timeline: Timeline) -> list[str]:
     if sent.bytes[largest]:
         lines.append(
             f"The largest tensor is that of {problem.graph.op_names[sent.producer[largest]]}, "
-            f"{bytes_text(int(sent.bytes[largest]))} from {names[sent.source[largest]]} to "
+            f"{format_bytes(int(sent.bytes[largest]))} from {names[sent.source[largest]]} to "
             f"{names[sent.target[largest]]}."
         )
     return lines
@@ -309,22 +293,22 @@ def _versus_expert(run: Run) -> list[str]:
         return ["It is the expert's placement."]
     names = run.problem.cluster.device_names
     lines = [
-        f"Its step takes {seconds_text(expert.step_seconds)} against "
-        f"{seconds_text(best.step_seconds)} in the simulator."
+        f"Its step takes {format_seconds(expert.step_seconds)} against "
+        f"{format_seconds(best.step_seconds)} in the simulator."
     ]
     here, there = analysis.loads(best), analysis.loads(expert)
     worst_here = max(range(len(here)), key=lambda d: here[d].compute_seconds)
     worst_there = max(range(len(there)), key=lambda d: there[d].compute_seconds)
     lines.append(
-        f"Its busiest device computes {seconds_text(there[worst_there].compute_seconds)} "
-        f"({names[worst_there]}), ours {seconds_text(here[worst_here].compute_seconds)} "
+        f"Its busiest device computes {format_seconds(there[worst_there].compute_seconds)} "
+        f"({names[worst_there]}), ours {format_seconds(here[worst_here].compute_seconds)} "
         f"({names[worst_here]})."
     )
     lines.append(
-        f"It sends {bytes_text(int(expert.transfers.bytes.sum()))}, ours "
-        f"{bytes_text(int(best.transfers.bytes.sum()))}; its chain waits "
-        f"{seconds_text(analysis.critical_path_shares(expert).transfer_seconds)} for transfers, "
-        f"ours {seconds_text(analysis.critical_path_shares(best).transfer_seconds)}."
+        f"It sends {format_bytes(int(expert.transfers.bytes.sum()))}, ours "
+        f"{format_bytes(int(best.transfers.bytes.sum()))}; its chain waits "
+        f"{format_seconds(analysis.critical_path_shares(expert).transfer_seconds)} for transfers, "
+        f"ours {format_seconds(analysis.critical_path_shares(best).transfer_seconds)}."
     )
     mean_here = float((analysis.busy_devices(best) * np.arange(len(names) + 1)).sum())
     mean_there = float((analysis.busy_devices(expert) * np.arange(len(names) + 1)).sum())
@@ -369,12 +353,12 @@ def _too_much(run: Run, timeline: Timeline) -> list[str]:
         variables = int(problem.group_resident_bytes[timeline.placement.devices == d].sum())
         tensors = [
             f"{problem.graph.op_names[problem.graph.tensor_producer[live.tensor]]} "
-            f"{bytes_text(live.bytes)}"
+            f"{format_bytes(live.bytes)}"
             for live in timeline.live_at_peak[d][:5]
         ]
         lines.append(
-            f"{device.name} would need {bytes_text(peak)} of {bytes_text(device.memory_bytes)}: "
-            f"{bytes_text(variables)} of variables, and the tensors "
-            f"{listed(tensors) or 'of nothing else'}."
+            f"{device.name} would need {format_bytes(peak)} of "
+            f"{format_bytes(device.memory_bytes)}: {format_bytes(variables)} of variables, "
+            f"and the tensors {listed(tensors) or 'of nothing else'}."
         )
     return lines

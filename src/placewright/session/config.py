@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from placewright import methods as registry
 from placewright.backends.base import Array, Program, RunConfig
 from placewright.budget import Budget
 from placewright.errors import SearchError
+from placewright.learning.config import LearnerConfig
 from placewright.units import parse_duration
+
+if TYPE_CHECKING:
+    from placewright.methods import Chosen
 
 How = Literal["simulate", "measure", "simulate+measure"]
 """How the placements of a run are tried; the times in its journal are of one kind."""
@@ -54,23 +57,25 @@ class SearchConfig:
     """What searches, how long, and how placements are tried."""
 
     method: str = "auto"
-    """`auto` (baselines, then improve on the best), or names of methods separated by commas."""
+    """'auto' (baselines, then improve on the best) or names from 'placewright methods'. Several are
+    separated by commas."""
     budget: float | str | None = None
-    """How long to search: seconds, or a text such as `90s`, `5m` or `1h`; a minute when neither
-    this nor `trials` is given."""
+    """How long to search: 90s, 5m, 1h. Seconds, or such a text; a minute when neither this nor
+    `trials` is given."""
     trials: int | None = None
-    """How many placements to try at most."""
+    """How many placements to try. At most, where there is a `budget` as well."""
     seed: int = 0
-    """The same seed and number of trials give the same simulated result."""
+    """The same seed gives the same simulated result. With the same number of trials, that is."""
     evaluate: How | None = None
-    """`simulate`, `measure` (every trial is a real run) or `simulate+measure` (search in the
-    simulator, run the best). None: as the run in the directory began; otherwise the last where the
-    cluster is this machine and the time is worth it, and the first elsewhere."""
-    learner: registry.Learners = None
+    """'simulate', 'measure' (every trial is a real run) or 'simulate+measure' (search in the
+    simulator, run the best); the latter where the cluster is this machine. None: as the run in the
+    directory began; otherwise the last where the time is worth it, and the first elsewhere."""
+    learner: LearnerConfig | Mapping[str, LearnerConfig] | None = None
     """How the learned method learns, such as `LearnerConfig(samples=32)`; one for each, by name,
     where there are several."""
     policy: str | Path | None = None
-    """File of a trained policy (`placewright train`) that the learned methods go on from."""
+    """A trained policy that the learned methods go on from. The file that `placewright train`
+    left."""
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     """How a search with real runs spends its budget."""
 
@@ -79,13 +84,17 @@ class SearchConfig:
             raise SearchError(
                 f"evaluate={self.evaluate!r}: expected {SIMULATE}, {MEASURE} or {BOTH}"
             )
+        from placewright import methods as registry  # with every placer; settings alone are light
+
         registry.check_learner(self.chosen.names, self.learner, self.policy)
         _ = self.limits  # raises where it leaves nothing to do
 
     @cached_property  # it warns of methods that are not installed, once
-    def chosen(self) -> registry.Chosen:
+    def chosen(self) -> Chosen:
         """The methods, in order."""
-        return registry.parse(self.method)
+        from placewright.methods import parse
+
+        return parse(self.method)
 
     @cached_property
     def limits(self) -> Budget:

@@ -26,7 +26,7 @@ from placewright.journal import Journal
 from placewright.measurement import Trial, better
 from placewright.placement import Placement, everything_on
 from placewright.placers.base import Placer
-from placewright.problem import Constraints, Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import BOTH, MEASURE, SIMULATE, How, Machine, SearchConfig
 from placewright.session.directory import (
     JOURNAL_FILE,
@@ -331,6 +331,7 @@ def _measuring(problem: Problem, machine: Machine) -> Evaluator:
 # --- the call ------------------------------------------------------------------------------------
 
 _OF_SEARCH = frozenset(entry.name for entry in fields(SearchConfig))
+_OF_PROBLEM = frozenset(entry.name for entry in fields(ProblemConfig))
 _OF_TEAM = frozenset(entry.name for entry in fields(TeamConfig))
 
 
@@ -339,7 +340,7 @@ def place(
     cluster: Cluster | str = "local",
     config: SearchConfig | None = None,
     *,
-    constraints: Constraints | None = None,
+    problem: ProblemConfig | None = None,
     directory: str | Path | None = None,
     run: RunConfig | None = None,
     feeds: Mapping[str, Array] | None = None,
@@ -357,7 +358,7 @@ def place(
             with a grouping and costs of your own), which brings its cluster and constraints.
         cluster: a `Cluster`, the name of a preset, or a file.
         config: what searches, how long, and how placements are tried.
-        constraints: what to pin, forbid or keep together.
+        problem: how groups are made, what is pinned or forbidden, measured costs.
         directory: where to record every trial and save the result. A directory that holds a run of
             the same problem is continued; one of another problem is refused.
         run: settings of real runs.
@@ -365,23 +366,27 @@ def place(
         team: how many processes to search with, on Ray; by default this one alone.
         observe: called with the progress after every batch.
         settings: fields of `SearchConfig` (`method`, `budget`, `trials`, `seed`, `evaluate`,
-            `learner`, `policy`, ...) or of `TeamConfig` (`workers`, `controllers`, ...), which go
-            before those in `config` and `team`.
+            `learner`, `policy`, ...), `ProblemConfig` (`pins`, `groups`, `costs`, ...) or
+            `TeamConfig` (`workers`, `controllers`, ...), which go before those in `config`,
+            `problem` and `team`.
     """
-    unknown = sorted(settings.keys() - _OF_SEARCH - _OF_TEAM)
+    known = _OF_SEARCH | _OF_PROBLEM | _OF_TEAM
+    unknown = sorted(settings.keys() - known)
     if unknown:
         raise SearchError(
-            f"place() has no setting {unknown[0]!r}; there are "
-            f"{', '.join(sorted(_OF_SEARCH | _OF_TEAM))}"
+            f"place() has no setting {unknown[0]!r}; there are {', '.join(sorted(known))}"
         )
     of_search = {name: value for name, value in settings.items() if name in _OF_SEARCH}
     of_team = {name: value for name, value in settings.items() if name in _OF_TEAM}
     config = replace(config or SearchConfig(), **of_search)
+    of_problem = {name: value for name, value in settings.items() if name in _OF_PROBLEM}
     if of_team:
         team = replace(team or TeamConfig(), **of_team)
     machine = None
     if isinstance(model, Problem):
-        problem = model
+        if problem is not None or of_problem:
+            raise SearchError("a whole Problem has its groups and constraints already")
+        posed = model
     else:
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         program: Program | None = None
@@ -389,9 +394,10 @@ def place(
             program = backends.load_program(model)
             machine = Machine(program, run, feeds)
         graph = backends.load(model) if program is None else program.graph
-        problem = make_problem(graph, cluster, constraints=constraints)
+        problem = replace(problem or ProblemConfig(), **of_problem)
+        posed = make_problem(graph, cluster, problem)
     session = Session(
-        problem, config, machine=machine, team=team, directory=directory, observe=observe
+        posed, config, machine=machine, team=team, directory=directory, observe=observe
     )
     result = session.run()
     if directory is not None:

@@ -8,9 +8,9 @@ import numpy as np
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.problem import Problem
-from placewright.simulator.engine import format_bytes
 from placewright.simulator.flow import Flow
 from placewright.simulator.kernel import compiled
+from placewright.units import format_bytes
 
 _ROUNDS, _ITERATIONS = 6, 60
 _MOMENTS = 64

@@ -240,14 +240,6 @@ def why_not(problem: Problem, op: int, device: int) -> str:
     )
 
 
-def format_bytes(size: float, digits: int = 1) -> str:
-    """For messages: `13.2 GB`."""
-    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= scale:
-            return f"{size / scale:.{digits}f} {unit}"
-    return f"{size:.0f} B"
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
     """What happened in one step, as the kernel saw it. N ops, M transfers, L changes of memory."""

@@ -14,7 +14,7 @@ from placewright.errors import ModelError, PlacementError
 
 tf: Any = pytest.importorskip("tensorflow")
 
-from placewright import Cluster, Placement, Problem, load, make_problem, place  # noqa: E402
+from placewright import Cluster, Placement, Problem, ProblemConfig, load, make_problem, place  # noqa: E402
 from placewright.backends.tensorflow import wire  # noqa: E402
 from placewright.backends.tensorflow.apply import (  # noqa: E402
     apply_to_file,
@@ -110,7 +110,7 @@ def test_round_trip_of_a_meta_graph_and_where_tensorflow_runs_it(
     with graph.as_default():
         tf.compat.v1.train.export_meta_graph(str(tmp_path / "model.meta"))
     before = load(str(tmp_path / "model.meta"))
-    result = scattered(make_problem(before, cluster, target_groups=12))
+    result = scattered(make_problem(before, cluster, ProblemConfig(groups=12)))
     result.save(tmp_path / "out")
     placement = tmp_path / "out" / "placement.json"
     main_exit("apply", tmp_path / "model.meta", placement, "-o", tmp_path / "placed.meta")
@@ -144,7 +144,9 @@ def test_only_the_device_fields_differ(tmp_path: Path, cluster: Cluster, kind: s
     content = message.SerializeToString() + b"\xfa\x3f\x03abc"
     path = tmp_path / ("m.meta" if kind == "MetaGraphDef" else "m.pb")
     path.write_bytes(content)
-    result = scattered(make_problem(load(str(path), fetches=[train]), cluster, target_groups=9))
+    result = scattered(
+        make_problem(load(str(path), fetches=[train]), cluster, ProblemConfig(groups=9))
+    )
     placed = {op: f"/device:CPU:{name[-1]}" for op, name in result.placement_by_op().items()}
     assert apply_to_file(path, placed, tmp_path / "out") >= len(placed)
     written = (tmp_path / "out").read_bytes()
@@ -179,7 +181,9 @@ def remove_devices(data: bytes, kind: str, restore: dict[str, str | None]) -> by
 
 def test_initialisers_and_savers_follow_their_variables(cluster: Cluster) -> None:
     graph, train = training_graph()
-    result = scattered(make_problem(load(graph, fetches=[train]), cluster, target_groups=10))
+    result = scattered(
+        make_problem(load(graph, fetches=[train]), cluster, ProblemConfig(groups=10))
+    )
     assert result.apply(graph) is graph
     wanted = result.placement_by_op()
     assert "layer0/w/Assign" not in wanted  # no part of the step
@@ -224,7 +228,7 @@ def test_saved_model_in_saved_model_out(tmp_path: Path, cluster: Cluster) -> Non
     net = Net()
     tf.saved_model.save(net, str(tmp_path / "model"), signatures=net.__call__)
     before = load(str(tmp_path / "model"))
-    result = scattered(make_problem(before, cluster, target_groups=10), seed=2)
+    result = scattered(make_problem(before, cluster, ProblemConfig(groups=10)), seed=2)
     result.save(tmp_path / "out")
     ops = read_ops(tmp_path / "out" / "placement.json")
     main_exit(
@@ -344,7 +348,7 @@ def step(x, y):
 
 x, y = tf.ones([16, 4]), tf.ones([16, 2])
 concrete = step.get_concrete_function(x, y)
-result = placewright.place(make_problem(load(concrete), cluster, target_groups=8),
+result = placewright.place(make_problem(load(concrete), cluster, ProblemConfig(groups=8)),
                            method="random", trials=20)
 placed = result.apply(concrete)
 

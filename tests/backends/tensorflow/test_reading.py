@@ -305,8 +305,8 @@ def test_open_dimensions_are_named_with_the_options_that_size_them() -> None:
         v1.placeholder(tf.float32, [None], name="scope/y")
         v1.placeholder(tf.float32, [4], name="z")
     assert fails(lambda: load(tf_graph)) == (
-        "2 inputs have open dimensions: 'x' [?, ?, 5], 'scope/y' [?]; size them with --batch N "
-        "--dim x.1=N"
+        "2 inputs have open dimensions: 'x' [?, ?, 5], 'scope/y' [?]; size them with batch=N and "
+        "dims={'x.1': N}"
     )
     graph = load(tf_graph, batch=8, dims={"x.1": 3})
     assert graph.tensor_shapes == ((8, 3, 5), (8,), (4,))
@@ -347,7 +347,8 @@ def test_input_of_unknown_rank(caplog: pytest.LogCaptureFixture) -> None:
         tf.raw_ops.MatMul(a=x, b=tf.zeros([4, 2]), name="product")
     said = fails(lambda: load(tf_graph))
     assert (
-        "input 'x' has no shape and is no scalar; give all its dimensions with --dim x.0=N" in said
+        "input 'x' has no shape and is no scalar; give all its dimensions with dims={'x.0': N"
+        in said
     )
     assert ops_of(load(tf_graph, dims={"x.0": 3, "x.1": 4}))["product"].flops == 2 * 3 * 4 * 2
 
@@ -369,7 +370,10 @@ def test_input_of_unknown_rank(caplog: pytest.LogCaptureFixture) -> None:
         ({"dims": {"x.1": 2.5}}, "x.1 must be a whole number, not 2.5"),
         ({"batch": -1}, "batch must be at least 1 and below 2**31, not -1"),
         ({"batch": True}, "batch must be a whole number, not True"),
-        ({"batch": 3}, "1 input has open dimensions: 'x' [3, ?, 5]; size them with --dim x.1=N"),
+        (
+            {"batch": 3},
+            "1 input has open dimensions: 'x' [3, ?, 5]; size them with dims={'x.1': N}",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(options: dict[str, Any], said: str) -> None:
@@ -400,7 +404,7 @@ def test_input_pipeline_is_an_input() -> None:
         data = tf.data.Dataset.from_tensor_slices(tf.zeros([100, 4])).batch(32)
         rows = v1.data.make_initializable_iterator(data).get_next()
         tf.exp(rows, name="exp")
-    assert "'IteratorGetNext:0' [?, 4]; size them with --batch N" in fails(
+    assert "'IteratorGetNext:0' [?, 4]; size them with batch=N" in fails(
         lambda: load(tf_graph, fetches=["exp"])
     )
     graph = load(tf_graph, batch=32, fetches=["exp"])
@@ -473,7 +477,7 @@ def test_concrete_function(step: Any) -> None:
 def test_function_is_sized_like_a_graph(step: Any) -> None:
     concrete = step.get_concrete_function(tf.TensorSpec([None, 5], name="x"))
     assert fails(lambda: load(concrete)) == (
-        "1 input has open dimensions: 'x' [?, 5]; size them with --batch N"
+        "1 input has open dimensions: 'x' [?, 5]; size them with batch=N"
     )
     assert ops_of(load(concrete, batch=4))["MatMul"].flops == 2 * 4 * 5 * 3
 
@@ -626,7 +630,7 @@ AVERAGES = 2 * 6
 def test_keras_training_step() -> None:
     model = dense_model()
     assert fails(lambda: load(model)) == (
-        "1 input has open dimensions: 'x' [?, 5]; size them with --batch N"
+        "1 input has open dimensions: 'x' [?, 5]; size them with batch=N"
     )
     graph = load(model, batch=8)
     assert graph.name == "dense_model"
@@ -825,7 +829,7 @@ def test_frozen_graph_def(step: Any, tmp_path: Path) -> None:
     )
     tf.io.write_graph(frozen.graph, str(tmp_path), "frozen.pb", as_text=False)
     assert fails(lambda: load(tmp_path / "frozen.pb")).endswith(
-        "frozen.pb: 1 input has open dimensions: 'x' [?, 5]; size them with --batch N"
+        "frozen.pb: 1 input has open dimensions: 'x' [?, 5]; size them with batch=N"
     )
     graph = load(tmp_path / "frozen.pb", batch=2)
     assert of_type(graph, "MatMul")[0].flops == 2 * 2 * 5 * 3
@@ -888,7 +892,7 @@ def test_saved_model_with_a_training_signature(saved: Path) -> None:
 
 def test_inputs_of_a_signature_are_called_as_in_the_signature(saved: Path) -> None:
     assert fails(lambda: load(saved)).endswith(
-        "1 input has open dimensions: 'x' [?, 5]; size them with --batch N"
+        "1 input has open dimensions: 'x' [?, 5]; size them with batch=N"
     )
     by_key, by_node = load(saved, dims={"x": 3}), load(saved, dims={"serving_default_x.0": 3})
     assert by_key == by_node

@@ -29,7 +29,7 @@ from placewright.cluster import Cluster
 from placewright.errors import MissingExtraError, ModelError, PlacementError, WorkerError
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Outcome, half_width
-from placewright.problem import Constraints, make_problem
+from placewright.problem import ProblemConfig, make_problem
 from placewright.testing import check_backend, check_evaluator, check_runner, sample_placements
 from tests.towers import small, towers, towers_graph
 
@@ -191,8 +191,8 @@ def test_keeps_the_contract_of_evaluators(
 def test_constraints_hold_for_measurements_too(
     runner: TensorFlowRunner, program: TensorFlowProgram
 ) -> None:
-    constraints = Constraints(pins=(("left", "cpu:0"),))
-    problem = make_problem(program.graph, CPU2, constraints=constraints)
+    constraints = ProblemConfig(pins=(("left", "cpu:0"),))
+    problem = make_problem(program.graph, CPU2, constraints)
     everything_right = sample_placements(make_problem(program.graph, CPU2), 1)[0]
     wrong = dataclasses.replace(
         everything_right,

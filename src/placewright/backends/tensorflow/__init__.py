@@ -44,8 +44,8 @@ class TensorFlowRunConfig(RunConfig):
     ports: tuple[int, ...] = ()
     """Port of each device's process on this machine; free ones when not given."""
     addresses: Mapping[str, str] = field(default_factory=dict)
-    """Device -> host:port of a TensorFlow server that is running there already (job `worker`, tasks
-    in the order of the cluster's devices). All devices or none."""
+    """A TensorFlow server already running; for each device. Job `worker`, tasks in the order of the
+    cluster's devices; all devices or none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,7 +56,7 @@ def tensorflow_devices(
         else:
             raise PlacementError(
                 f"what does TensorFlow call device {name!r}? Say so: "
-                f"--device {name}=/job:worker/task:0/device:GPU:0"
+                f"devices={{{name!r}: '/job:worker/task:0/device:GPU:0'}}"
             )
     for name, text in result.items():
         try:

@@ -116,7 +116,7 @@ def flatten(
         name = bound.scalars[0]
         raise ModelError(
             f"input {name!r} has no shape and is no scalar; give all its dimensions with "
-            f"--dim {name}.0=N --dim {name}.1=N ... ({error})"
+            f"dims={{'{name}.0': N, '{name}.1': N, ...}} ({error})"
         ) from error
 
 
@@ -361,19 +361,22 @@ def _check_bound(shapes: Mapping[str, PartialShape], other_names: Mapping[str, s
     if not still_open:
         return
     shown_as = {node: key for key, node in other_names.items()}
-    parts, options = [], []
-    if any(shape[0] is None for shape in still_open.values()):
-        options.append("--batch N")
+    parts, dims = [], []
     for name, shape in still_open.items():
         shown = shown_as.get(name, name)
         parts.append(f"{shown!r} {_show(shape)}")
-        options += [f"--dim {shown}.{i}=N" for i, size in enumerate(shape) if i and size is None]
+        dims += [f"'{shown}.{i}': N" for i, size in enumerate(shape) if i and size is None]
+    arguments = ["batch=N"] if any(shape[0] is None for shape in still_open.values()) else []
+    if dims:
+        arguments.append(f"dims={{{_join(dims)}}}")
     what = "1 input has" if len(parts) == 1 else f"{len(parts)} inputs have"
-    raise ModelError(f"{what} open dimensions: {', '.join(parts)}; size them with {_join(options)}")
+    raise ModelError(
+        f"{what} open dimensions: {', '.join(parts)}; size them with {' and '.join(arguments)}"
+    )
 
 
 def _join(options: Sequence[str]) -> str:
-    return " ".join(options) if len(options) < 7 else " ".join([*options[:6], "..."])
+    return ", ".join(options if len(options) < 7 else [*options[:6], "..."])
 
 
 def _show(shape: PartialShape) -> str:

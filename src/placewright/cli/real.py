@@ -1,0 +1,62 @@
+"""The options of real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, make_dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from placewright.backends import RunConfig, backend_of, every
+from placewright.cli.options import Only, UsageError, option_names
+from placewright.cluster import Cluster
+from placewright.errors import ClusterError
+
+if TYPE_CHECKING:
+    from placewright.backends.base import Array
+
+FeedsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--feeds", metavar="FILE", help="An .npz file with the inputs; made up when not given."
+    ),
+]
+RunOptions: type[RunConfig] = make_dataclass(
+    "RunOptions", [], bases=tuple({b.run_config: None for b in every()}), frozen=True, kw_only=True
+)
+"""All settings of real runs that some backend has."""
+
+RealRuns = Annotated[
+    RunConfig, Only("time_limit_seconds", "limit_memory", "addresses", config=RunOptions)
+]
+
+
+def run_config(model: str, given: RunConfig, **more: Any) -> RunConfig:
+    """What was given, as the settings of the backend that reads the model."""
+    backend = backend_of(model)
+    if backend is None:
+        return given
+    blank, known = type(given)(), {field.name for field in fields(backend.run_config)}
+    for field in fields(given):
+        if field.name not in known and getattr(given, field.name) != getattr(blank, field.name):
+            option = option_names(field.name)[0]
+            raise UsageError(f"{option} means nothing for a model of {backend.name}")
+    return backend.run_config(**{name: getattr(given, name) for name in known} | more)
+
+
+def feeds_from(path: str | None) -> Mapping[str, Array] | None:
+    from placewright.backends.feeds import load_feeds
+
+    return None if path is None else load_feeds(path)
+
+
+def require_here(model: str, cluster: Cluster, config: RunConfig) -> None:
+    """Raises when the cluster's devices are neither those of this machine nor have addresses."""
+    backend = backend_of(model)
+    reason = "" if backend is None else backend.why_not_here(cluster, config)
+    if reason:
+        raise ClusterError(
+            f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
+            "('placewright devices' shows what can)"
+        )
