@@ -112,7 +112,7 @@ def fresh(
         (placer,) = registry.make([name], problem)
         for placement in placer.ask(problem.num_devices):
             found.setdefault(of_sets(placement, problem, sets), name)
-    best = run(problem, ["local-search"], Budget(seconds=5.0))
+    best = run(problem, registry.parse("local-search"), Budget(seconds=5.0))
     found.setdefault(of_sets(best.placement, problem, sets), "best")
     found = {p: kind for p, kind in found.items() if p.devices.tobytes() not in known}
     missing = max(0, count - len(found))

@@ -12,8 +12,9 @@ import torch
 from placewright.errors import LearningError
 from placewright.evaluators.base import Evaluator
 from placewright.learning.config import LearnerConfig
-from placewright.learning.learner import Learner, Updater
+from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy
+from placewright.learning.updater import Updater
 from placewright.measurement import Trial
 from placewright.placers.base import Placer
 from placewright.search import BATCH, Budget, better
