@@ -143,9 +143,9 @@ def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> No
     asked = learner.ask(8)
     learner._answers[:] = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in times]
     batch = learner.batch()
-    found = learner.gradients(batch)
+    found = learner.algorithm.gradients(batch, [])
     rewards = torch.tensor([-math.sqrt(t) for t in times])
-    logp, _ = learner.policy.score(learner._x, batch.actions_KG)
+    logp, _ = learner.policy.score(learner.algorithm.x, batch.actions_KG)
     loss = -((rewards + 10.0) * logp.sum(dim=1)).mean()  # the baseline is still -sqrt(100)
     parameters = dict(learner.policy.named_parameters())
     expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -244,7 +244,7 @@ def test_imitation_makes_the_imitated_placement_likelier() -> None:
     def likelihood() -> float:
         assert told.best is not None
         actions = learner._actions(told.best.placement.devices)[None]
-        return learner.policy.score(learner._x, actions)[0].sum().item()
+        return learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
 
     before = likelihood()
     learner.tell([told.best])
@@ -287,7 +287,7 @@ def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
         learner = _learner(problem, config)
         search([learner], evaluator, budget)
         actions = learner._actions(polished.placement.devices)[None]
-        likelihood[name] = learner.policy.score(learner._x, actions)[0].sum().item()
+        likelihood[name] = learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
     assert likelihood["imitates"] > likelihood["does not"]
 
 

@@ -1,12 +1,10 @@
-"""The learner: samples placements from the policy, and improves the policy by what came of them.
+"""The learner: what a policy that learns proposes when, and what it remembers.
 
-One update is: sample K placements (`ask`); turn their step times into advantages (`batch`); follow
-the policy gradient (`gradients`, `apply`). Around that, each optional and in a file of its own:
+One update is: K samples of the policy are asked for; once all are answered, the policy is improved
+(`policy_gradient.py`, the algorithm). Around that, each optional and in a file of its own:
 imitation of the best placements known (`imitation.py`), a search around them (`polishing.py`),
 estimates where times are noisy (`smoothing.py`), checkpoints. `config.py` says where each default
 comes from.
-
-Letters in names: K samples, G groups in the policy's order.
 """
 
 from __future__ import annotations
@@ -14,22 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from placewright.learning import checkpoints
 from placewright.learning.checkpoints import LearnerState
 from placewright.learning.config import LearnerConfig, resolved
-from placewright.learning.features import features
 from placewright.learning.imagination import Imagination
-from placewright.learning.imitation import Elite, Elites, distance
+from placewright.learning.imitation import Elite, Elites
 from placewright.learning.policy import Policy
+from placewright.learning.policy_gradient import Batch, PolicyGradient, Sampled
 from placewright.learning.polishing import EstimatedPolishing, ExactPolishing, Polishing
 from placewright.learning.smoothing import Smoother
-from placewright.learning.updater import Gradients, Updater, gradient_norm, one_thread
+from placewright.learning.updater import Updater
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
@@ -38,19 +34,6 @@ from placewright.problem import Problem
 
 _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
-
-
-class Batch(NamedTuple):
-    """Placements that were tried for one update."""
-
-    actions_KG: Tensor
-    """Devices, groups in the policy's order."""
-    old_logp_KG: Tensor
-    """Log-probability of each choice when it was sampled."""
-    advantage_K: Tensor
-    """How much better than expected; positive is better."""
-    used_K: Tensor
-    """Whether the sample may update anything."""
 
 
 class Learner(Placer):
@@ -96,18 +79,10 @@ class Learner(Placer):
             self._greedy_due = False
         self.updater: Updater = updater
         self.policy = updater.policy
-        self._random = torch.Generator().manual_seed(seed)
+        random = torch.Generator().manual_seed(seed)
+        self.algorithm = PolicyGradient(problem, config, updater, random)
         self._teachers = list(teachers) if config.warm_start else []
         self._warm = not config.warm_start
-        self.updates = 0
-        self._norm = 0.0
-        self._entropy = math.nan
-        self._skipped = 0
-        seen = features(problem, self.policy.types)
-        self._x = self.policy.inputs(seen)
-        self._order = torch.from_numpy(seen.order.astype(np.int64))
-        self._failing_reward = -math.sqrt(self.config.failing_seconds or _failing_seconds(problem))
-        self._baseline: float | None = self._failing_reward
         self._smoother = Smoother(problem, config.noise) if config.noise else None
         self._elites = Elites(problem, config.elites, self._smoother)
         self._polishing: Polishing | None = None
@@ -122,7 +97,7 @@ class Learner(Placer):
         self._recent: dict[int, None] = {}
         # Samples of the update that is due: which of them are still to be asked for, at which
         # places each placement stands, and what came of each.
-        self._sampled: tuple[Tensor, Tensor] | None = None
+        self._sampled: Sampled | None = None
         self._waiting: list[Placement] = []
         self._places: dict[Placement, list[int]] = {}
         self._answers: list[Measurement | None] = []
@@ -139,10 +114,15 @@ class Learner(Placer):
         proposed again to learn their times; the baseline starts from the first rewards."""
         best = previous._elites.best[: previous.config.elites]
         self._again = [Placement.of(self.problem, elite.placement.devices) for elite in best]
-        self._baseline = None
-        self._random, self.updates = previous._random, previous.updates
-        self._warm, self._norm = previous._warm, previous._norm
+        self.algorithm.baseline = None
+        self.algorithm.random, self.algorithm.updates = previous.algorithm.random, previous.updates
+        self._warm = previous._warm
         self._greedy_due = self.updates > 0  # it is a trained policy by now
+
+    @property
+    def updates(self) -> int:
+        """How many updates the policy has had from this learner."""
+        return self.algorithm.updates
 
     # --- ask -------------------------------------------------------------------------------------
 
@@ -198,16 +178,8 @@ class Learner(Placer):
         return []
 
     def _sample(self) -> None:
-        noisy = self.updates < self.config.logit_noise_updates
-        with one_thread():
-            actions, logp = self.policy.sample(
-                self._x,
-                self.config.samples,
-                self._random,
-                noise=self.config.logit_noise if noisy else 0.0,
-            )
-        self._sampled = actions.clone(), logp.clone()
-        self._waiting = [self._placement(row) for row in actions.cpu()]
+        self._sampled = self.algorithm.sample()
+        self._waiting = list(self._sampled.placements)
         self._answers = [None] * len(self._waiting)
         self._places = {}
         new = 0
@@ -222,20 +194,8 @@ class Learner(Placer):
         self._novelty += 0.1 * (new / len(self._waiting) - self._novelty)
 
     def greedy(self) -> Placement:
-        """The placement the policy holds for the best: the likeliest device at every step."""
-        with one_thread():
-            actions, _ = self.policy.sample(self._x, 1, self._random, greedy=True)
-        return self._placement(actions[0].cpu())
-
-    def _placement(self, actions_G: Tensor) -> Placement:
-        devices = np.empty(self.problem.num_groups, dtype=np.int32)
-        devices[self._order.numpy()] = actions_G.numpy()
-        return Placement.of(self.problem, devices)
-
-    def _actions(self, elites: Sequence[Elite]) -> Tensor:
-        """Their devices, groups in the policy's order."""
-        rows = np.stack([elite.placement.devices for elite in elites]).astype(np.int64)
-        return torch.from_numpy(rows)[:, self._order].to(self._x.work_GD.device)
+        """The placement the policy holds for the best."""
+        return self.algorithm.greedy()
 
     # --- tell ------------------------------------------------------------------------------------
 
@@ -269,120 +229,36 @@ class Learner(Placer):
     def _update(self) -> None:
         """All K samples are answered: improve the policy."""
         batch = self.batch()
-        measurements = [answer for answer in self._answers if answer is not None]
-        norm, self._skipped, self._entropy = 0.0, 0, math.nan
-        if bool(batch.used_K.any()):
-            for _ in range(self.config.epochs):
-                gradients = self.gradients(batch)
-                norm = self._norm
-                self.apply(gradients)
-            if self.config.polish and self.config.imitation:
-                self._imitate(self.config.imitation_steps)
-        self.finish(measurements, norm)
+        self.algorithm.update(batch, self._elites.best)
+        self._finish()
 
     def batch(self) -> Batch:
-        """What was sampled and what came of it, as the update sees it; moves the baseline."""
+        """The samples and what came of them; moves the baseline."""
         assert self._sampled is not None
-        actions, logp = self._sampled
-        answers = [answer for answer in self._answers if answer is not None]
-        ran = np.array([answer.ok for answer in answers], dtype=np.bool_)
-        rewards = np.array([self._reward(answer) for answer in answers])
         if self._smoother is not None:
             # Also where no sample ran: what was polished since may have.
             self._elites.best = self._elites.smoothed()
-            if ran.any():
-                tried = [self._placement(row) for row in actions[torch.from_numpy(ran)].cpu()]
-                rewards[ran] = -np.sqrt(self._smoother.estimate(tried))
-                # Worse than the slowest by the noise at least, should they all be the same.
-                rewards[~ran] = (1 + self.config.noise) * rewards[ran].min() - rewards[ran].std()
-        used = ran if self.updates >= self.config.failures_until else np.ones_like(ran)
-        advantage = np.zeros(len(rewards))
-        if used.any():
-            mean = float(rewards[used].mean())
-            if self._baseline is None:
-                self._baseline = mean
-            if self.config.normalise:
-                spread = rewards[used].std()
-                advantage[used] = (rewards[used] - rewards[used].mean()) / max(spread, 1e-8)
-            else:
-                advantage[used] = rewards[used] - self._baseline
-            decay = self.config.baseline_decay
-            self._baseline = decay * self._baseline + (1 - decay) * mean
-        where = actions.device
-        return Batch(
-            actions,
-            logp,
-            torch.from_numpy(advantage.astype(np.float32)).to(where),
-            torch.from_numpy(used).to(where),
-        )
+        return self.algorithm.batch(self._sampled, self._measurements, self._smoother)
 
-    def _reward(self, measurement: Measurement) -> float:
-        """Minus the square root of the step time: bad early placements take very long."""
-        return -math.sqrt(measurement.mean_seconds) if measurement.ok else self._failing_reward
+    @property
+    def _measurements(self) -> list[Measurement]:
+        return [answer for answer in self._answers if answer is not None]
 
-    def gradients(self, batch: Batch) -> Gradients:
-        """The gradient of the loss on a batch, clipped. First half of an update."""
-        with one_thread():
-            actions = batch.actions_KG
-            samples = actions.shape[0]
-            elites = self._elites.best if self.config.imitation else []
-            if elites:
-                actions = torch.cat([actions, self._actions(elites)])
-            logp_KG, entropy_KG = self.policy.score(self._x, actions)
-            self._entropy = float(entropy_KG[:samples].detach().mean())
-            loss = self._policy_loss(batch, logp_KG[:samples])
-            loss = loss - self._entropy_weight() * entropy_KG[:samples][batch.used_K].mean()
-            if elites:
-                loss = loss + self.config.imitation * distance(logp_KG[samples:])
-            return self._differentiate(loss)
-
-    def _policy_loss(self, batch: Batch, logp_KG: Tensor) -> Tensor:
-        advantage_K1 = batch.advantage_K[:, None]
-        if self.config.clip is None:
-            # 1/K sum of (R - B) grad log p(P), log p(P) being the sum over the groups.
-            return -(advantage_K1 * logp_KG).sum() / len(logp_KG)
-        ratio = torch.exp(logp_KG - batch.old_logp_KG)
-        clipped = ratio.clamp(1 - self.config.clip, 1 + self.config.clip)
-        gain = torch.minimum(ratio * advantage_K1, clipped * advantage_K1)
-        return -gain.mean(dim=1)[batch.used_K].sum() / max(int(batch.used_K.sum()), 1)
-
-    def _entropy_weight(self) -> float:
-        halvings = self.updates / self.config.entropy_halving
-        return self.config.entropy * math.pow(self.config.entropy_decay, halvings)
-
-    def _differentiate(self, loss: Tensor) -> Gradients:
-        parameters = dict(self.policy.named_parameters())
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        gradients = {
-            name: value for name, value in zip(parameters, found, strict=True) if value is not None
-        }
-        norm = self._norm = gradient_norm(gradients)
-        if not math.isfinite(norm):
-            self._skipped += 1
-            return {}  # one bad batch must not destroy the policy
-        scale = min(1.0, self.config.clip_norm / max(norm, 1e-12))
-        return {name: value * scale for name, value in gradients.items()}
-
-    def apply(self, gradients: Gradients) -> None:
-        """One step of the optimizer. Second half of an update."""
-        with one_thread():
-            self.updater.apply(gradients)
-
-    def finish(self, measurements: Sequence[Measurement], norm: float) -> None:
+    def _finish(self) -> None:
         """Ends an update: records what a watcher wants to see, and makes way for the next."""
-        self.updates += 1
+        algorithm, measurements = self.algorithm, self._measurements
         times = [m.mean_seconds for m in measurements if m.ok]
         best = self._elites.best
         self.notes.metrics.append(
             {
                 "update": self.updates,
-                "reward_mean": float(np.mean([self._reward(m) for m in measurements])),
+                "reward_mean": float(np.mean([algorithm.reward(m) for m in measurements])),
                 "step_seconds_mean": float(np.mean(times)) if times else math.nan,
                 "step_seconds_best": best[0].seconds if best else math.nan,
-                "entropy": self._entropy,
-                "gradient_norm": norm,
-                "skipped_steps": self._skipped,
-                "baseline": math.nan if self._baseline is None else self._baseline,
+                "entropy": algorithm.entropy,
+                "gradient_norm": algorithm.norm,
+                "skipped_steps": algorithm.skipped,
+                "baseline": math.nan if algorithm.baseline is None else algorithm.baseline,
                 "failure_share": 1 - len(times) / len(measurements),
             }
         )
@@ -403,17 +279,7 @@ class Learner(Placer):
         if self._warm or not self._elites.best:
             return
         self._warm = True
-        self._imitate(self.config.warm_start)
-
-    def _imitate(self, steps: int) -> None:
-        """Gradient steps on the likelihood of the elites alone."""
-        if not self._elites.best or not steps:
-            return
-        best = self._actions(self._elites.best)
-        with one_thread():
-            for _ in range(steps):
-                logp_KG, _ = self.policy.score(self._x, best)
-                self.apply(self._differentiate(distance(logp_KG)))
+        self.algorithm.imitate(self._elites.best, self.config.warm_start)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -447,12 +313,12 @@ class Learner(Placer):
         """What is this learner's alone: all but the policy and its optimizer."""
         described = {
             "updates": self.updates,
-            "baseline": self._baseline,
+            "baseline": self.algorithm.baseline,
             "novelty": self._novelty,
             "elites": [[e.seconds, e.placement.devices.tolist()] for e in self._elites.best],
         }
         recent = torch.tensor(list(self._recent), dtype=torch.int64)
-        tensors = {"random": self._random.get_state(), "recent": recent}
+        tensors = {"random": self.algorithm.random.get_state(), "recent": recent}
         if self._smoother is not None:
             tensors |= self._smoother.state()
         if self._polishing is not None:
@@ -461,11 +327,11 @@ class Learner(Placer):
 
     def take_state(self, state: LearnerState) -> None:
         described, tensors = state
-        self._random.set_state(tensors["random"])
+        self.algorithm.random.set_state(tensors["random"])
         self._recent = dict.fromkeys(tensors["recent"].tolist())
-        self.updates = int(described["updates"])
+        self.algorithm.updates = int(described["updates"])
         baseline = described["baseline"]
-        self._baseline = None if baseline is None else float(baseline)
+        self.algorithm.baseline = None if baseline is None else float(baseline)
         self._novelty = float(described["novelty"])
         self._elites.best = [
             Elite(float(seconds), Placement.of(self.problem, devices))
@@ -497,14 +363,3 @@ class Learner(Placer):
     def _repeats(self) -> bool:
         """Whether all that a resumed run proposed since its checkpoint is proposed again."""
         return self._polishing is None or self._polishing.repeats
-
-
-def _failing_seconds(problem: Problem) -> float:
-    """Every op on its slowest device, every tensor and completion to all other devices over the
-    slowest way, one after another: no placement that runs takes longer."""
-    finite = np.where(np.isfinite(problem.group_seconds), problem.group_seconds, 0.0)
-    graph, routes = problem.graph, problem.cluster.routes
-    sendings = (graph.num_tensors + graph.num_ops) * float(routes.latency_seconds.max())
-    sendings += float(graph.tensor_bytes.sum()) * float(routes.seconds_per_byte.max())
-    longest = float(finite.max(axis=0).sum()) + (problem.num_devices - 1) * sendings
-    return max(longest * (1 + problem.cluster.contention), 1e-9)

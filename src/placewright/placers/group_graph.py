@@ -40,7 +40,7 @@ def group_graph(problem: Problem) -> GroupGraph:
     once = inverse.reshape(2, -1)[:, edges.transfers]  # [2, T] both ways
     transfers = np.bincount(once.ravel(), minlength=len(keys))
     totals = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(totals, once, edges.bytes[edges.transfers])
+    np.add.at(totals, once.ravel(), np.tile(edges.bytes[edges.transfers], 2))
 
     different = ~np.eye(problem.num_devices, dtype=np.bool_)
     routes = problem.cluster.routes
