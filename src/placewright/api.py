@@ -297,14 +297,13 @@ def run(
     if team is not None:
         evaluator, measured = team.evaluator, not team.evaluator.cheap
     evaluator = evaluator or SimulatedEvaluator(problem)
-    unasked = methods.unasked
     if team is not None or (directory is not None and registry.has_learned(directory)):
         # What one process can compute in this time says nothing of many, nor of a run that goes on.
-        unasked = frozenset()
+        methods = registry.Chosen(methods.names)
     chosen = registry.make(
-        methods.names, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
+        methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
         learners=learner, policy=policy,
-        cheap=evaluator.cheap, noise=evaluator.noise, unasked=unasked,
+        cheap=evaluator.cheap, noise=evaluator.noise,
     )  # fmt: skip
     if team is not None:
         chosen = team.distributed(chosen)

@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -344,7 +344,7 @@ def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def make(
-    names: Sequence[str],
+    methods: Chosen | Sequence[str],
     problem: Problem,
     *,
     seed: int = 0,
@@ -354,13 +354,12 @@ def make(
     policy: str | Path | None = None,
     cheap: bool = True,
     noise: float = 0.0,
-    unasked: Collection[str] = (),
     previous: Mapping[str, Placer] | None = None,
 ) -> list[Placer]:
-    """The placers of these names, in order.
+    """The placers of these methods, in order; those that are only named are all asked for.
 
     `learners` says how the learned methods learn: one config for the learned method among them, or
-    one by name; `unasked` are those that only `auto` brought. Where costs were corrected,
+    one by name. Where costs were corrected,
     `previous` are the placers under the old ones: a policy goes on with what it has learned, as
     long as graph, grouping and devices are the same; everything else is made anew.
     """
@@ -370,15 +369,16 @@ def make(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
         cheap=cheap, noise=noise,
     )  # fmt: skip
+    chosen = methods if isinstance(methods, Chosen) else Chosen(tuple(methods))
     placers: tuple[Placer, ...] = ()
     # From the last to the first, as a learner polishes with a local search that comes after it.
-    for name in reversed(names):
+    for name in reversed(chosen.names):
         made = METHODS[name].make(
             replace(
                 settings,
                 name=name,
                 learner=learners.get(name) if isinstance(learners, Mapping) else learners,
-                unasked=name in unasked,
+                unasked=name in chosen.unasked,
                 previous=(previous or {}).get(name),
                 later=placers,
             )
