@@ -243,7 +243,7 @@ def test_imitation_makes_the_imitated_placement_likelier() -> None:
 
     def likelihood() -> float:
         assert told.best is not None
-        actions = learner._actions(told.best.placement.devices)[None]
+        actions = learner.algorithm.actions([told.best.placement])
         return learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
 
     before = likelihood()
@@ -286,7 +286,7 @@ def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
     for name, config in (("imitates", replace(SMALL, polish=32)), ("does not", SMALL)):
         learner = _learner(problem, config)
         search([learner], evaluator, budget)
-        actions = learner._actions(polished.placement.devices)[None]
+        actions = learner.algorithm.actions([polished.placement])
         likelihood[name] = learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
     assert likelihood["imitates"] > likelihood["does not"]
 
@@ -299,7 +299,8 @@ def test_the_failing_signal_is_worse_than_any_placement_that_runs() -> None:
             RandomPlacement(problem, seed=seed).ask(20)
         ):
             if measurement.ok:
-                assert learner._reward(measurement) >= learner._failing_reward
+                algorithm = learner.algorithm
+                assert algorithm.reward(measurement) >= algorithm.failing_reward
 
 
 def test_clusters_larger_than_the_default_table_have_room() -> None:

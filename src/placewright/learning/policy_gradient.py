@@ -64,8 +64,8 @@ class PolicyGradient:
         seen = features(problem, self.policy.types)
         self.x = self.policy.inputs(seen)
         self._order = torch.from_numpy(seen.order.astype(np.int64))
-        self._failing_reward = -math.sqrt(config.failing_seconds or _failing_seconds(problem))
-        self.baseline: float | None = self._failing_reward
+        self.failing_reward = -math.sqrt(config.failing_seconds or _failing_seconds(problem))
+        self.baseline: float | None = self.failing_reward
         """Moving average of rewards; None: to begin with the first ones."""
         self.updates = 0
         # Of the update under way, for those who watch.
@@ -99,9 +99,9 @@ class PolicyGradient:
         devices[self._order.numpy()] = actions_G.numpy()
         return Placement.of(self.problem, devices)
 
-    def _actions(self, elites: Sequence[Elite]) -> Tensor:
-        """Their devices, groups in the policy's order."""
-        rows = np.stack([elite.placement.devices for elite in elites]).astype(np.int64)
+    def actions(self, placements: Sequence[Placement]) -> Tensor:
+        """[K, G] their devices, groups in the policy's order."""
+        rows = np.stack([placement.devices for placement in placements]).astype(np.int64)
         return torch.from_numpy(rows)[:, self._order].to(self.x.work_GD.device)
 
     # --- advantage -------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class PolicyGradient:
 
     def reward(self, measurement: Measurement) -> float:
         """Minus the square root of the step time: bad early placements take very long."""
-        return -math.sqrt(measurement.mean_seconds) if measurement.ok else self._failing_reward
+        return -math.sqrt(measurement.mean_seconds) if measurement.ok else self.failing_reward
 
     # --- gradient and update ---------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class PolicyGradient:
         """Gradient steps on the likelihood of the elites alone."""
         if not elites or not steps:
             return
-        best = self._actions(elites)
+        best = self.actions([elite.placement for elite in elites])
         with one_thread():
             for _ in range(steps):
                 logp_KG, _ = self.policy.score(self.x, best)
@@ -177,7 +177,7 @@ class PolicyGradient:
             actions = batch.actions_KG
             samples = actions.shape[0]
             if elites:
-                actions = torch.cat([actions, self._actions(elites)])
+                actions = torch.cat([actions, self.actions([elite.placement for elite in elites])])
             logp_KG, entropy_KG = self.policy.score(self.x, actions)
             self.entropy = float(entropy_KG[:samples].detach().mean())
             loss = self._policy_loss(batch, logp_KG[:samples])
