@@ -24,7 +24,8 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.budget import Budget
+from placewright.session.search import Progress, search
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("rnnlm", "nmt", "inception_v3")

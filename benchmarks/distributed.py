@@ -35,7 +35,8 @@ from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.budget import Budget
+from placewright.session.search import Progress, search
 from placewright.testing import make_problem, sample_placements, uniform_cluster
 
 TRIAL_SECONDS = 0.2

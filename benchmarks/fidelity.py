@@ -27,15 +27,14 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
 from placewright.api import run
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget
+from placewright.budget import Budget
 
 GROUPS, SETS = "groups", "co-location sets"
 """Kinds of random and contiguous placements: of what."""

@@ -55,7 +55,7 @@ from placewright.learning.config import configured_presets
 from placewright.measurement import Measurement
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.search import Budget
+from placewright.budget import Budget
 
 RESULTS = ALL_RESULTS / "learning"
 

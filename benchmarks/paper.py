@@ -59,8 +59,7 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from benchmarks.placers import found_row, seconds_text
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -71,7 +70,7 @@ from placewright.placers.single_device import single_device
 from placewright.problem import Problem
 from placewright.refine import RefineConfig
 from placewright.report.analysis import loads
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import gpu_boards, layered_graph
 

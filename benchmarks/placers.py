@@ -29,7 +29,7 @@ from placewright.measurement import Trial
 from placewright.placement import Placement
 from placewright.placers.exact import count_placements, every_placement
 from placewright.problem import Problem
-from placewright.search import Budget
+from placewright.budget import Budget
 from placewright.testing import random_problem
 
 RESULTS = ALL_RESULTS / "placers"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from placewright.refine import RefineConfig
 
 from benchmarks import figures, measured, paper, placers, tables
 from benchmarks.common import (
@@ -19,12 +20,11 @@ from benchmarks.common import (
     read_csv,
     side_by_side,
 )
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem
-from placewright.refine import RefineConfig
-from placewright.search import Budget
 from placewright.testing import tiny_problems
 
 # --- what they have in common --------------------------------------------------------------------

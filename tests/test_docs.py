@@ -227,6 +227,7 @@ def test_every_setting_has_a_meaning() -> None:
     for needed in ("sphinx", "torch"):
         pytest.importorskip(needed)
     from placewright.backends.config import RunConfig
+
     from placewright.learning.config import LearnerConfig, PolicyConfig
 
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from placewright.cluster import Cluster
-from placewright.finals import in_rounds
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import make_problem
+from placewright.session.finals import in_rounds
 from placewright.testing import layered_graph
 
 PROBLEM = make_problem(layered_graph(20, 4), Cluster.load("cpu2"), target_groups=4)

@@ -47,7 +47,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
         journal.append(trials(made, 2))
     assert read_trials(path, made) == trials(made, 3) + trials(made, 2)
     record = json.loads(path.read_text().splitlines()[0])
-    assert record["problem"] == made.fingerprint
+    assert record["space"] == made.space.fingerprint
     assert record["version"]
 
 
@@ -98,7 +98,9 @@ def test_a_journal_of_another_problem_is_named_and_left_alone(tmp_path: Path) ->
     with Journal(path, problem()) as journal:
         journal.append(trials(problem(), 1))
     before = path.read_bytes()
-    with pytest.raises(SearchError, match=f"line 1: a trial of problem {problem().fingerprint}"):
+    with pytest.raises(
+        SearchError, match=f"line 1: a trial of space {problem().space.fingerprint}"
+    ):
         Journal(path, problem(4))
     assert path.read_bytes() == before
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from placewright import methods
-from placewright.api import open_journal, run
+from placewright import methods, place
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -18,7 +20,9 @@ from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.learning.config import LearnerConfig
 from placewright.placers.base import Placer
 from placewright.problem import Constraints, Problem, make_problem
-from placewright.search import Budget, search
+from placewright.session import driver
+from placewright.session.directory import open_journal
+from placewright.session.search import search
 from placewright.testing import check_placer, gpu_boards, layered_graph, random_problem
 
 
@@ -146,13 +150,12 @@ def test_a_run_that_has_learned_goes_on_learning(
     before = (tmp_path / "metrics.jsonl").read_text()
     assert before
     monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
-    names = ("ppo", "local-search")
-    chosen = methods.Chosen(names, frozenset(names))
-    goes_on = run(problem, chosen, Budget(seconds=0.5), directory=tmp_path).methods[0]
+    monkeypatch.setattr(methods, "AUTO", ("ppo", "local-search"))
+    goes_on = place(problem, budget=0.5, directory=tmp_path).methods[0]
     assert (goes_on.method, goes_on.why_not) == ("ppo", "")
     assert (tmp_path / "metrics.jsonl").read_text().startswith(before.splitlines()[0])
     # A fresh run of the same time does not begin to.
-    fresh = run(problem, chosen, Budget(seconds=0.5), directory=tmp_path / "new").methods[0]
+    fresh = place(problem, budget=0.5, directory=tmp_path / "new").methods[0]
     assert (fresh.method, fresh.trials) == ("ppo", 0)
     assert fresh.why_not.startswith("left out")
 
@@ -161,8 +164,10 @@ def test_what_one_process_can_compute_is_no_matter_to_many(monkeypatch: pytest.M
     problem = make_problem(layered_graph(12, 3), gpu_boards(2))
     monkeypatch.setattr(methods, "LEAST_UPDATES", 10**9)
 
+    monkeypatch.setattr(methods, "AUTO", ("ppo", "local-search"))
+
     class Team:
-        """As Ray's is, as far as `run` knows it."""
+        """As Ray's is, as far as a session knows it."""
 
         evaluator = SimulatedEvaluator(problem)
 
@@ -170,9 +175,15 @@ def test_what_one_process_can_compute_is_no_matter_to_many(monkeypatch: pytest.M
             assert [placer.endless for placer in placers] == [True, True]
             return placers
 
-    names = ("ppo", "local-search")
-    chosen = methods.Chosen(names, frozenset(names))
-    run(problem, chosen, Budget(seconds=0.1), team=cast(Any, Team()))
+        def status(self) -> dict[str, float]:
+            return {"workers": 1.0}
+
+    @contextmanager
+    def assembled(*_: object, **__: object) -> Iterator[Team]:
+        yield Team()
+
+    monkeypatch.setattr(driver, "assemble", assembled)
+    place(problem, budget=0.1, workers=1)
 
 
 LEARNING_ALONE = LearnerConfig(elites=0, imitation=0.0)

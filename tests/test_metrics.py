@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from placewright.errors import SearchError
-from placewright.metrics import MetricsLog, read_metrics
+from placewright.session.metrics import MetricsLog, read_metrics
 
 
 def test_records_are_appended_once_and_survive_a_torn_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, CostsError, PlacementError, PlacewrightError
-from placewright.graph import Edge, Graph, Op, Tensor
+from placewright.graph import Edge, Graph, Op, Tensor, frozen
 from placewright.grouping import each_op
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
@@ -59,6 +60,37 @@ def test_the_fingerprint_covers_all_parts() -> None:
     }
     assert len(seen) == 5
     assert make_problem(model(), Cluster.load("k80x2")).fingerprint in seen
+
+
+def test_a_space_is_all_but_the_costs() -> None:
+    made = problem()
+    dearer = replace(made.costs, op_seconds=frozen(2 * made.costs.op_seconds))
+    faster = replace(
+        made.cluster, links=tuple(replace(link, bandwidth=1e12) for link in made.cluster.links)
+    )
+    other = replace(made, costs=dearer, cluster=faster)
+    assert other.fingerprint != made.fingerprint
+    assert other.space == made.space
+    placement = Placement.of(made, [0, 1, 2, 1])
+    assert placement == Placement.of(other, [0, 1, 2, 1]) == Placement.of(made.space, [0, 1, 2, 1])
+    placement.check(other)
+    graph = model()
+    constraints = Constraints(forbidden_devices=("gpu:1",))
+    different = [
+        made,
+        make_problem(model(5), made.cluster),
+        make_problem(model(cpu_only="op2"), made.cluster),
+        make_problem(graph, Cluster.load("k80x4")),
+        make_problem(graph, made.cluster, target_groups=1),
+        make_problem(graph, made.cluster, constraints=constraints),
+    ]
+    assert len({other.space.fingerprint for other in different}) == len(different)
+
+
+def test_costs_of_other_kernels_are_refused() -> None:
+    made = problem()
+    with pytest.raises(CostsError, match="op 'op2' has a gpu kernel, the graph says otherwise"):
+        replace(made, graph=model(cpu_only="op2"))
 
 
 def test_parts_of_different_problems_are_refused() -> None:
@@ -164,9 +196,9 @@ def test_placements_for_another_problem_are_refused(tmp_path: Path) -> None:
         Placement.load(path, make_problem(model(), Cluster.load("local")))
     with pytest.raises(PlacementError, match="covers 2 groups, the problem has 4"):
         Placement.of(made, [0, 1])
-    with pytest.raises(PlacementError, match="uses device number 3, cluster 'k80x2' has 3 dev"):
+    with pytest.raises(PlacementError, match="uses device number 3, there are 3 devices"):
         Placement.of(made, [0, 1, 2, 3])
-    with pytest.raises(PlacementError, match="was made for problem"):
+    with pytest.raises(PlacementError, match="was made for space"):
         Placement.of(made, [0] * 4).check(make_problem(model(), Cluster.load("k80x4")))
     other = model(5)
     with pytest.raises(PlacementError, match="placement of another graph"):

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from placewright import methods
-from placewright.api import place
+from placewright import methods, place
 from placewright.learning.config import configured_presets
 from placewright.problem import Problem
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from placewright.measuring import Measuring, search_measured
+from placewright.refine import RefineConfig, Remembering, _Refinement, refine
 
 from placewright import methods as registry
 from placewright import refine as refining
-from placewright.api import Result, began_with, place
-from placewright.backends.config import RunConfig
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run
+from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
+from placewright.budget import Budget
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
@@ -25,13 +27,14 @@ from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.learning.learner import Learner
 from placewright.measurement import Measurement, Outcome
-from placewright.measuring import Measuring, search_measured
-from placewright.metrics import read_metrics
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem, make_problem
-from placewright.refine import RefineConfig, Remembering, _Refinement, refine
-from placewright.search import Budget, Progress, search
+from placewright.session.directory import began_with
+from placewright.session.driver import place
+from placewright.session.metrics import read_metrics
+from placewright.session.result import Result
+from placewright.session.search import Progress, search
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
@@ -14,7 +15,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget, Progress, search
+from placewright.session.search import Progress, search
 
 
 def problem() -> Problem:
@@ -253,5 +254,5 @@ def test_budgets_that_leave_nothing_to_do() -> None:
 def test_a_placer_of_another_problem_is_refused() -> None:
     made = problem()
     other = make_problem(made.graph, Cluster.load("k80x4"))
-    with pytest.raises(PlacementError, match="was made for problem"):
+    with pytest.raises(PlacementError, match="was made for space"):
         search([one(other, "a", [0] * 6)], Summing(made), Budget(trials=1))

@@ -18,22 +18,32 @@ from typing import TYPE_CHECKING, Any
 from placewright._version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from placewright.api import Result, place
     from placewright.backends import load
+    from placewright.backends.base import RunConfig
     from placewright.cluster import Cluster, Device, DeviceKind, Link
     from placewright.costs import Costs, estimate_costs
+    from placewright.distributed.config import TeamConfig
     from placewright.errors import PlacewrightError
     from placewright.evaluators.base import Evaluator
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.graph import Edge, Graph, Op, ScopeRule, Tensor
     from placewright.grouping import Grouping
+    from placewright.learning.config import LearnerConfig
     from placewright.measurement import Measurement, Outcome, Trial
     from placewright.placement import Placement
     from placewright.placers.base import Placer
-    from placewright.problem import Constraints, Problem, make_problem
+    from placewright.problem import Constraints, Problem, Space, make_problem
+    from placewright.session.config import SearchConfig
+    from placewright.session.driver import Session, place
+    from placewright.session.result import Result
 
 _HOME = {
-    "api": ("Result", "place"),
+    "session.result": ("Result",),
+    "session.driver": ("Session", "place"),
+    "session.config": ("SearchConfig",),
+    "distributed.config": ("TeamConfig",),
+    "learning.config": ("LearnerConfig",),
+    "backends.base": ("RunConfig",),
     "cluster": ("Cluster", "Device", "DeviceKind", "Link"),
     "costs": ("Costs", "estimate_costs"),
     "errors": ("PlacewrightError",),
@@ -45,14 +55,15 @@ _HOME = {
     "measurement": ("Measurement", "Outcome", "Trial"),
     "placement": ("Placement",),
     "placers.base": ("Placer",),
-    "problem": ("Constraints", "Problem", "make_problem"),
+    "problem": ("Constraints", "Problem", "Space", "make_problem"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Cluster", "Constraints", "Costs", "Device", "DeviceKind", "Edge", "Evaluator", "Graph",
-    "Grouping", "Link", "Measurement", "Op", "Outcome", "Placement", "Placer", "PlacewrightError",
-    "Problem", "Result", "ScopeRule", "SimulatedEvaluator", "Tensor", "Trial", "__version__",
+    "Grouping", "LearnerConfig", "Link", "Measurement", "Op", "Outcome", "Placement", "Placer",
+    "PlacewrightError", "Problem", "Result", "RunConfig", "ScopeRule", "SearchConfig", "Session",
+    "SimulatedEvaluator", "Space", "TeamConfig", "Tensor", "Trial", "__version__",
     "estimate_costs", "load", "make_problem", "place",
 ]  # fmt: skip
 

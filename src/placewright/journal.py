@@ -186,17 +186,21 @@ def _to_json(trial: Trial) -> dict[str, Any]:
         "placer": trial.placer,
         "seed": trial.seed,
         "at_seconds": trial.at_seconds,
-        "problem": trial.placement.problem,
+        "space": trial.placement.space,
         "version": VERSION,
     }
 
 
 def _from_json(record: Any, problem: Problem) -> Trial:
-    fingerprint = record["problem"]
-    if fingerprint != problem.fingerprint:
+    # Version 0.1.0 wrote the fingerprint of the whole problem instead, its costs included.
+    if "space" in record:
+        made_for, ours = record["space"], problem.space.fingerprint
+    else:
+        made_for, ours = record["problem"], problem.fingerprint
+    if made_for != ours:
         raise PlacementError(
-            f"a trial of problem {fingerprint}, this one is {problem.fingerprint}; "
-            "another model, cluster, grouping or version of the costs?"
+            f"a trial of {'space' if 'space' in record else 'problem'} {made_for}, this one is "
+            f"{ours}; another model, cluster, grouping or constraint?"
         )
     devices = record["placement"]
     if isinstance(devices, str):

@@ -105,3 +105,8 @@ class Trial:
     seed: int = 0
     at_seconds: float = 0.0
     """When it ended, in seconds since its search began."""
+
+
+def better(a: Trial | None, b: Trial) -> Trial:
+    """The faster trial; of equals, and of two that failed, the earlier one."""
+    return b if a is None or b.measurement.mean_seconds < a.measurement.mean_seconds else a

@@ -154,13 +154,14 @@ def _learned(settings: Settings) -> Placer:
     if declined is not None:
         return declined
     previous = settings.previous
-    if not isinstance(previous, Learner) or not _same_space(previous.problem, settings.problem):
+    space = settings.problem.space.fingerprint
+    if not isinstance(previous, Learner) or previous.problem.space.fingerprint != space:
         previous = None
     learner = Learner(
         settings.problem,
         config,
         name=settings.name,
-        seed=settings.seed,
+        seed=previous.seed if previous else settings.seed,
         policy=None if settings.policy is None or previous else Policy.load(settings.policy),
         teachers=() if previous else teachers(settings.problem, seed=settings.seed),
         polisher=polisher,
@@ -169,13 +170,6 @@ def _learned(settings: Settings) -> Placer:
     if polisher is not None:
         learner.share = _SHARE_BESIDE_LOCAL_SEARCH
     return learner
-
-
-def _same_space(one: Problem, other: Problem) -> bool:
-    """Whether a placement of one is one of the other, whatever it costs."""
-    return (one.graph, one.grouping, one.cluster.device_names) == (
-        other.graph, other.grouping, other.cluster.device_names,
-    )  # fmt: skip
 
 
 def _declined(settings: Settings, config: ResolvedConfig) -> Placer | None:

@@ -1,4 +1,4 @@
-"""A placement: the device of every group of one problem."""
+"""A placement: the device of every group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
 from placewright.graph import IndexArray, frozen
-from placewright.problem import Problem
+from placewright.problem import Problem, Space
 
 FORMAT = "placewright-placement/1"
 
@@ -26,31 +26,33 @@ def digest(devices: IndexArray) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Group -> device, valid for the problem with this fingerprint. Immutable and hashable."""
+    """Group -> device, valid in the space with this fingerprint, whatever ops and links cost.
+    Immutable and hashable."""
 
     devices: IndexArray
     """[G] number of the device of each group."""
-    problem: str
-    """Fingerprint of the problem it was made for."""
+    space: str
+    """Fingerprint of the `Space` it was made for."""
 
     @staticmethod
-    def of(problem: Problem, devices: Sequence[int] | IndexArray) -> Placement:
-        """Checks that every group gets a device the problem has."""
+    def of(problem: Problem | Space, devices: Sequence[int] | IndexArray) -> Placement:
+        """Checks that every group gets a device there is."""
+        space = problem if isinstance(problem, Space) else problem.space
         array = np.array(devices, dtype=np.int32)
-        groups = problem.grouping.num_groups
+        groups = space.num_groups
         if array.shape != (groups,):
             raise PlacementError(
                 f"placement covers {array.size} groups, the problem has {groups}; "
                 "was it made for another grouping?"
             )
-        count = problem.cluster.num_devices
+        count = space.num_devices
         # As unsigned numbers, negative ones are the largest.
         if array.size and not array.view(np.uint32).max() < count:
             raise PlacementError(
                 f"placement uses device number {array.max() if array.min() >= 0 else array.min()}, "
-                f"cluster {problem.cluster.name!r} has {count} devices"
+                f"there are {count} devices ({', '.join(space.device_names)})"
             )
-        return Placement(frozen(array), problem.fingerprint)
+        return Placement(frozen(array), space.fingerprint)
 
     @property
     def main_device(self) -> int:
@@ -66,7 +68,7 @@ class Placement:
         if not isinstance(other, Placement):
             return NotImplemented
         return self is other or (
-            self.problem == other.problem
+            self.space == other.space
             and self.digest == other.digest
             and np.array_equal(self.devices, other.devices)
         )
@@ -82,7 +84,7 @@ class Placement:
         of_op = self.devices[problem.grouping.group_of].tolist()
         document = {
             "format": FORMAT,
-            "problem": self.problem,
+            "space": self.space,
             "graph": problem.graph.name,
             "graph_fingerprint": problem.graph.fingerprint,
             "cluster": problem.cluster.name,
@@ -136,11 +138,28 @@ class Placement:
         return Placement.of(problem, devices)
 
     def check(self, problem: Problem) -> None:
-        """Raises when the placement was made for another problem."""
-        if self.problem != problem.fingerprint:
+        """Raises when the placement was made for another graph, grouping, set of devices or
+        constraints."""
+        if self.space != problem.space.fingerprint:
             raise PlacementError(
-                f"placement was made for problem {self.problem}, this is {problem.fingerprint}"
+                f"placement was made for space {self.space}, this is {problem.space.fingerprint}"
             )
+
+
+def allowed_or_cpu(problem: Problem, wanted: IndexArray) -> IndexArray:
+    """[G] the wanted device of each group where it may go there, else its first CPU, else its first
+    device: what frameworks do with an op that has no kernel ("soft placement")."""
+    cpus = np.array([device.type == "cpu" for device in problem.cluster.devices])
+    on_cpu = problem.allowed & cpus
+    fallback = np.where(on_cpu.any(axis=1), on_cpu.argmax(axis=1), problem.allowed.argmax(axis=1))
+    fits = problem.allowed[np.arange(problem.num_groups), wanted]
+    return np.where(fits, wanted, fallback).astype(np.int32)
+
+
+def everything_on(problem: Problem, device: int) -> Placement:
+    """All groups on one device, but for those that may not go there: they go to the CPU."""
+    wanted = np.full(problem.num_groups, device, dtype=np.int32)
+    return Placement.of(problem, allowed_or_cpu(problem, wanted))
 
 
 def read_ops(path: str | Path) -> dict[str, str]:

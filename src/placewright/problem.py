@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,56 @@ from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule,
 from placewright.grouping import Grouping, by_together, default_rules, group, matching_groups
 
 FORMAT = "placewright-problem/1"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Space:
+    """All placements there are: which groups, and where each may go. Immutable.
+
+    It identifies placements and journals. What ops and links cost is no part of it, so that
+    placements live on when costs are corrected. G groups, D devices.
+    """
+
+    graph: Graph
+    grouping: Grouping
+    device_names: tuple[str, ...]
+    device_types: tuple[str, ...]
+    """`cpu`, `gpu`, ... of each device: they decide which ops have a kernel there."""
+    forbidden: BoolArray = field(default_factory=lambda: frozen(np.zeros((0, 0), dtype=np.bool_)))
+    """[G, D] devices the user does not want a group on; empty for none."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.grouping.num_groups
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.device_names)
+
+    @cached_property
+    def allowed(self) -> BoolArray:
+        """[G, D] where a group may go: its ops have kernels there and the user does not object."""
+        allowed = np.ones((self.num_groups, self.num_devices), dtype=np.bool_)
+        for device, type_ in enumerate(self.device_types):
+            allowed[self.grouping.group_of[~self.graph.runs_on(type_)], device] = False
+        return frozen(allowed & ~self.forbidden if self.forbidden.size else allowed)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        parts = (
+            self.graph.fingerprint, self.grouping.fingerprint, self.device_names, self.device_types,
+        )  # fmt: skip
+        digest = hashlib.sha256(json.dumps(parts).encode())
+        digest.update(np.ascontiguousarray(self.allowed).tobytes())
+        return digest.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Space):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +104,16 @@ class Problem:
             raise CostsError(
                 f"costs cover {self.costs.op_seconds.shape[1]} ops, the graph has "
                 f"{self.graph.num_ops}"
+            )
+        kinds = [kind.type for kind in self.cluster.kinds]
+        kernels = np.stack([self.graph.runs_on(type_) for type_ in kinds])
+        wrong = np.argwhere(np.isfinite(self.costs.op_seconds) != kernels)
+        if wrong.size:
+            kind, op = wrong[0].tolist()
+            raise CostsError(
+                f"costs say that op {self.graph.op_names[op]!r} "
+                f"{'has no' if kernels[kind, op] else 'has a'} {kinds[kind]} kernel, the graph "
+                "says otherwise; were they made for another graph?"
             )
         if self.forbidden.size and self.forbidden.shape != (self.num_groups, self.num_devices):
             raise PlacementError(
@@ -90,7 +151,19 @@ class Problem:
         return self.cluster.num_devices
 
     @cached_property
+    def space(self) -> Space:
+        """What identifies its placements."""
+        return Space(
+            graph=self.graph,
+            grouping=self.grouping,
+            device_names=self.cluster.device_names,
+            device_types=tuple(device.type for device in self.cluster.devices),
+            forbidden=self.forbidden,
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
+        """Of all of it: simulated times are the same where this is."""
         parts = (self.graph, self.grouping, self.cluster, self.costs)
         digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode())
         digest.update(np.ascontiguousarray(self.forbidden).tobytes())
@@ -153,11 +226,10 @@ class Problem:
             np.add.at(totals[device], self.grouping.group_of, self.op_seconds[device])
         return frozen(totals)
 
-    @cached_property
+    @property
     def allowed(self) -> BoolArray:
         """[G, D] where a group may go: its ops have kernels there and the user does not object."""
-        runnable = np.isfinite(self.group_seconds.T)
-        return frozen(runnable & ~self.forbidden if self.forbidden.size else runnable)
+        return self.space.allowed
 
     @property
     def has_choice(self) -> bool:

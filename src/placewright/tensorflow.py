@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from placewright.api import place
 from placewright.cluster import Cluster
 from placewright.errors import ModelError
 from placewright.problem import Constraints
+from placewright.session.driver import place
 
 __all__ = ["place_graph"]
 

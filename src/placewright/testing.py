@@ -393,7 +393,7 @@ def check_evaluator(
         singly = [evaluator.evaluate([placement])[0] for placement in given]
         assert singly == measurements, "measurements depend on what is evaluated together"
 
-    stranger = Placement(given[0].devices, problem="of another problem")
+    stranger = Placement(given[0].devices, space="of another problem")
     try:
         evaluator.evaluate([given[0], stranger])
     except PlacementError:

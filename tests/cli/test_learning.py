@@ -75,7 +75,7 @@ def test_train_then_place_with_the_policy(run: Callable[..., Any], graph_file: P
         (("--policy", "broken.st"), "broken.st: not a placewright-policy/1 file"),
         (("-m", "reinforce", "--policy", "list.st"), "made for 3 groups"),
         (("-m", "heft", "--learner", "samples=3"), "for reinforce and ppo, and not for heft"),
-        (("-m", "single,heft", "--policy", "x.st"), "--policy is for reinforce and ppo, and not"),
+        (("-m", "single,heft", "--policy", "x.st"), "policy is for reinforce and ppo, and not"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -88,7 +88,7 @@ def test_a_directory_with_a_run_is_not_overwritten(
     assert "already holds a run" in result.err
     other = run("place", graph_file, "-c", "k80x4", "-m", "single", "--resume", "out")
     assert other.code == 2
-    assert json.loads(before["journal.jsonl"].splitlines()[0])["problem"] in other.err
+    assert json.loads(before["summary.json"])["problem"] in other.err
     assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == before
 
 

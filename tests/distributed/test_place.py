@@ -23,9 +23,9 @@ from tests.distributed.helpers import processes, until
 # Checkpoints come so often that there is one when the driver is killed.
 DRIVER = """
 import sys
-import placewright.search
+import placewright.session.search
 from placewright.cli import main
-placewright.search._CHECKPOINT_SECONDS = 0.2
+placewright.session.search._CHECKPOINT_SECONDS = 0.2
 main(sys.argv[1:])
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from placewright.budget import Budget
 from placewright.distributed.training import (
     DistributedLearner,
     ParameterServer,
@@ -23,9 +24,9 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.journal import Journal, read_trials
 from placewright.learning.config import PPO
 from placewright.learning.learner import Learner
-from placewright.metrics import read_metrics
 from placewright.problem import Problem
-from placewright.search import Budget, Progress, search
+from placewright.session.metrics import read_metrics
+from placewright.session.search import Progress, search
 from tests.distributed.helpers import BEST_SECONDS, Busiest, chains, processes, wide
 
 VICTIMS = ("ray::Worker", "ray::Controller", "ray::ParameterServer")

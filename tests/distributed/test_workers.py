@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from placewright.budget import Budget
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.session import _check_room
 from placewright.distributed.workers import ParallelEvaluator, Workers
@@ -18,7 +19,7 @@ from placewright.measurement import Outcome
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem
-from placewright.search import Budget, search
+from placewright.session.search import search
 from placewright.testing import check_evaluator, tiny_problems
 from tests.distributed.helpers import Busiest, calls, wide
 

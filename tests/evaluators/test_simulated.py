@@ -94,7 +94,7 @@ def test_missing_kernel() -> None:
 
 def test_placement_of_another_problem() -> None:
     problem, other = random_problem(1), random_problem(2)
-    with pytest.raises(PlacementError, match=f"this is {problem.fingerprint}"):
+    with pytest.raises(PlacementError, match=f"this is {problem.space.fingerprint}"):
         SimulatedEvaluator(problem).evaluate(sample_placements(other, 1))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from placewright.budget import Budget
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import Op, Tensor
 from placewright.learning.config import PPO, configured
@@ -17,7 +18,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget, search
+from placewright.session.search import search
 from placewright.testing import gpu_boards, layered_graph, sample_placements, uniform_cluster
 from placewright.testing import make_problem as tiny_problem
 

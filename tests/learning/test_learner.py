@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from placewright import methods
+from placewright.budget import Budget
 from placewright.errors import LearningError
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
@@ -24,7 +25,7 @@ from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget, Progress, search
+from placewright.session.search import Progress, search
 from placewright.testing import (
     check_placer,
     gpu_boards,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from placewright import methods
+from placewright.budget import Budget
 from placewright.errors import LearningError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.learning.config import PPO, REINFORCE, configured
@@ -16,7 +17,6 @@ from placewright.learning.policy import Policy
 from placewright.learning.train import Lesson, Training, train
 from placewright.placers.random_placement import RandomPlacement
 from placewright.problem import Problem, make_problem
-from placewright.search import Budget
 from placewright.testing import gpu_boards, layered_graph
 
 SMALL = configured(PPO, ["policy.hidden=32", "samples=16", "polish=0", "warm_start=0"])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from placewright import Cluster, Problem, make_problem, place
+from placewright.budget import Budget
 from placewright.report import write_report
-from placewright.search import Budget
 from placewright.testing import layered_graph
 from tests.report.conftest import EVIL
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from placewright import Cluster, Edge, Graph, Op, Placement, Problem, Tensor, make_problem, place
+from placewright.budget import Budget
 from placewright.calibration import Calibration
 from placewright.errors import ReportError, SearchError
 from placewright.graph import frozen
 from placewright.report import analysis, explain, read_run, write_report
 from placewright.report.what_if import what_ifs
 from placewright.report.words import answer, basis
-from placewright.search import Budget
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph, random_problem
 from tests.report.conftest import EVIL
@@ -191,7 +191,7 @@ def test_a_measured_run_without_a_calibration_says_so(run_directory: Path, tmp_p
     # The graph of this run brings times of its own.
     assert "under the costs the run was given, which it did not correct" in basis(run)
     estimated = make_problem(layered_graph(40, 4), Cluster.load("k80x2"), target_groups=6)
-    result = dataclasses.replace(place(estimated, method="single"), measured=True)
+    result = dataclasses.replace(place(estimated, method="single"), evaluate="measure")
     result.save(tmp_path / "estimated")
     assert "estimated costs, which were not fitted" in basis(read_run(tmp_path / "estimated"))
 
@@ -234,7 +234,7 @@ def test_directories_that_hold_no_run(
     with pytest.raises(ReportError, match="not a summary"):
         read_run(tmp_path)
     summary = json.loads((run_directory / "summary.json").read_text())
-    (tmp_path / "summary.json").write_text(json.dumps({**summary, "problem": "other"}))
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "space": "other"}))
     with pytest.raises(ReportError, match="two runs mixed"):
         read_run(tmp_path)
     (tmp_path / "summary.json").unlink()

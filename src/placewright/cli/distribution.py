@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from placewright.cli import common, evaluation
+from placewright.cli import common
 
 if TYPE_CHECKING:
-    from placewright.backends.config import RunConfig
-    from placewright.backends.tensorflow.program import Program
-    from placewright.cluster import Cluster
     from placewright.distributed.config import TeamConfig
-    from placewright.distributed.team import Team
-    from placewright.evaluators.base import Evaluator
-    from placewright.problem import Problem
-    from placewright.search import Budget
 
 ControllersOption = Annotated[
     int | None,
@@ -84,7 +73,7 @@ def configured(
                 raise common.UsageError(f"{name} means nothing without --workers")
         return None
     from placewright.distributed.config import TeamConfig, check_installed, parse_resources
-    from placewright.search import parse_duration
+    from placewright.units import parse_duration
 
     if controllers is not None and controllers < 1:
         raise common.UsageError(f"--controllers {controllers}: at least one, or leave it out")
@@ -95,85 +84,14 @@ def configured(
         controllers=controllers or 0,
         workers=1 if workers is None else workers,
         address=address,
-        resources=parse_resources(resources or ()),
+        resources=parse_resources(resources) if resources else None,
         trial_seconds=parse_duration(trial_timeout),
         max_staleness=max_staleness,
     )
 
 
-def choose(
-    config: TeamConfig | None,
-    wanted: str | None,
-    model: str,
-    cluster: Cluster,
-    resume: str | None,
-    budget: Budget,
-    real: RunConfig,
-) -> str:
-    """How placements are tried. Workers do one or the other, and real runs only when told to."""
-    if config is not None and resume is None:
-        wanted = wanted or evaluation.SIMULATE
-    how = evaluation.choose(wanted, model, cluster, resume, budget, real)
-    if config is not None and how == evaluation.BOTH:
-        raise common.UsageError(
-            f"--workers goes with --evaluate {evaluation.SIMULATE} or {evaluation.MEASURE}, not "
-            f"with {evaluation.BOTH}"
-        )
-    return how
-
-
-@contextmanager
-def team(
-    config: TeamConfig | None,
-    problem: Problem,
-    program: Program | None,
-    real: RunConfig,
-    feeds: str | None,
-) -> Iterator[Team | None]:
-    """Whoever the options ask for, started before the clock of the search is."""
-    if config is None:
-        yield None
-        return
-    from placewright.backends.feeds import load_feeds
-    from placewright.distributed.team import assemble
-    from placewright.evaluators.simulated import SimulatedEvaluator
-
-    make: Callable[[], Evaluator]
-    if program is None:
-        config = replace(config, resources=config.resources or {"CPU": 1.0})
-        make = functools.partial(SimulatedEvaluator, problem, threads=1)
-    else:
-        given = None if feeds is None else load_feeds(feeds)
-        make = functools.partial(_measuring, problem, program, real, given)
-        if not config.resources:
-            config = replace(config, resources=_devices(problem.cluster))
-    with ExitStack() as stack:
-        with common.status("starting Ray ..."):
-            assembled = stack.enter_context(assemble(problem, make, config, cheap=program is None))
-        yield assembled
-
-
-def _devices(cluster: Cluster) -> dict[str, float]:
-    """What a worker that measures keeps to itself: all GPUs, or the whole machine."""
-    gpus = sum(device.type == "gpu" for device in cluster.devices)
-    return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
-
-
-def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
-    """In a worker's process: a runner that lives as long as the worker does."""
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
-    from placewright.evaluators.measured import MeasuredEvaluator
-
-    runner = TensorFlowRunner(program, problem.cluster, real, feeds=feeds)
-    runner.start()
-    return MeasuredEvaluator(problem, runner)
-
-
-def described(team: Team | None) -> str:
+def described(status: Mapping[str, float]) -> str:
     """A line for the progress display."""
-    if team is None:
-        return ""
-    status = team.status()
     busy, count = int(status["workers_busy"]), int(status["workers"])
     line = f"{busy} of {count} workers busy, {count - busy} idle"
     if status["workers_replaced"]:

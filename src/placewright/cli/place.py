@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich import box
@@ -24,12 +24,12 @@ from placewright.cluster import Cluster
 from placewright.errors import SearchError, WorkerError
 
 if TYPE_CHECKING:
-    from placewright.api import Result
-    from placewright.distributed.team import Team
+    from placewright.budget import Budget
     from placewright.measurement import Trial
     from placewright.problem import Problem
-    from placewright.search import Budget
-    from placewright.search import Progress as SearchProgress
+    from placewright.session.config import How
+    from placewright.session.result import Result
+    from placewright.session.search import Progress as SearchProgress
 
 RESULT_FILES = (
     "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz",
@@ -132,46 +132,43 @@ def place(
 
     Example: placewright place inception_v3 --cluster k80x4 --budget 1m -o result
     """
-    from placewright import methods as registry
+    from placewright.backends.feeds import load_feeds
     from placewright.learning.config import configured_presets
+    from placewright.methods import parse
+    from placewright.session.config import Machine, SearchConfig
+    from placewright.session.driver import Session, needs_program
 
-    chosen = registry.parse(method)
-    learners = configured_presets(chosen.names, learner or ())
-    registry.check_learner(chosen.names, learners, policy)
-    limits = _budget(budget, trials, "1m")
-    team_config = distribution.configured(
+    config = SearchConfig(
+        method=method, budget=budget, trials=trials, seed=seed, evaluate=_how(evaluate),
+        learner=configured_presets(parse(method).names, learner or ()), policy=policy,
+    )  # fmt: skip
+    team = distribution.configured(
         controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
     )
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
-    machine = Cluster.load(cluster)
-    real = evaluation.run_config(address, time_limit, limit_memory)
-    how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
-    program = None
-    if how == evaluation.SIMULATE:
-        graph = common.load_graph(model, scale, batch, dim, signature, fetch)
-    else:
+    described = Cluster.load(cluster)
+    real = evaluation.run_config(model, address, time_limit, limit_memory)
+    machine = None
+    if needs_program(model, described, config, run=real, team=team, directory=resume):
         program = common.load_program(model, scale, batch, dim, signature, fetch)
         graph = program.graph
+        machine = Machine(program, real, None if feeds is None else load_feeds(feeds))
+    else:
+        if feeds is not None:
+            raise common.UsageError("--feeds means nothing in the simulator")
+        graph = common.load_graph(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
-        graph, machine, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
+        graph, described, group_by=group_by, groups=groups, pin=pin, forbid=forbid,
         together=together, costs=costs,
     )  # fmt: skip
-    if evaluate is None and resume is None and how != evaluation.SIMULATE:
-        how = evaluation.affordable(how, problem, limits)
-    with (
-        # Workers have devices of their own.
-        evaluation.devices(
-            how if team_config is None else evaluation.SIMULATE, program, machine, real, feeds
-        ) as runner,
-        stop_on_interrupt() as stopped,
-        distribution.team(team_config, problem, program, real, feeds) as team,
-        _progress(limits, team) as observe,
-    ):
-        result = evaluation.run(
-            how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
-            stop=lambda: bool(stopped), learner=learners, policy=policy, team=team,
+    with stop_on_interrupt() as stopped, _progress(config.limits) as display:
+        session = Session(
+            problem, config, machine=machine, team=team, directory=directory,
+            observe=lambda progress: display(progress, session.status()),
+            stop=lambda: bool(stopped),
         )  # fmt: skip
+        result = session.run()
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
     if result.interrupted and not result.trials and not as_json:
@@ -238,16 +235,24 @@ def compare(
 
     Example: placewright compare rnnlm --cluster k80x2 --methods single,expert,scotch
     """
-    from placewright import api
     from placewright import methods as registry
-    from placewright.learning.config import configured_presets
+    from placewright.learning.config import PRESETS, configured_presets
+    from placewright.session.config import SearchConfig
+    from placewright.session.driver import Session
 
     names = ["auto", *registry.METHODS] if method == "all" else method.split(",")
-    runs = [(name, registry.parse(name)) for name in names]
-    everyone = list(dict.fromkeys(method for _, chosen in runs for method in chosen.names))
+    everyone = list(dict.fromkeys(n for name in names for n in registry.parse(name).names))
     learners = configured_presets(everyone, learner or ())
     registry.check_learner(everyone, learners, policy)
-    limits = _budget(budget, trials, "20s")
+    if budget is None and trials is None:
+        budget = "20s"
+    configs = {}
+    for name in names:
+        learns = any(n in PRESETS for n in registry.parse(name).names)
+        configs[name] = SearchConfig(
+            method=name, budget=budget, trials=trials, seed=seed, evaluate="simulate",
+            learner=learners if learns else None, policy=policy if learns else None,
+        )  # fmt: skip
     machine = Cluster.load(cluster)
     graph = common.load_graph(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
@@ -258,14 +263,11 @@ def compare(
     bound = 0.0
     single = None
     with stop_on_interrupt() as stopped:
-        for name, chosen in runs:
+        for name, config in configs.items():
             if stopped:
                 break
             with common.status(f"running {name} ..."):
-                result = api.run(
-                    problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
-                    learner=learners, policy=policy,
-                )  # fmt: skip
+                result = Session(problem, config, stop=lambda: bool(stopped)).run()
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)
             if name == "single":
@@ -298,13 +300,12 @@ def methods(as_json: common.JsonOption = False) -> None:
     common.console.print(table)
 
 
-def _budget(budget: str | None, trials: int | None, default: str) -> Budget:
-    from placewright.search import Budget, parse_duration
+def _how(evaluate: str | None) -> How | None:
+    from placewright.session.config import How
 
-    if budget is None and trials is None:
-        budget = default
-    seconds = None if budget is None else parse_duration(budget)
-    return Budget(seconds=seconds, trials=trials)
+    if evaluate is None or evaluate in get_args(How):
+        return cast("How | None", evaluate)
+    raise common.UsageError(f"--evaluate {evaluate}: expected {', '.join(get_args(How))}")
 
 
 def _output_directory(output: str | None, resume: str | None, model: str, cluster: str) -> str:
@@ -353,28 +354,24 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 @contextmanager
 def _progress(
-    limits: Budget, team: Team | None = None
-) -> Iterator[Callable[[SearchProgress], None]]:
-    """Shows, on a terminal, how far the search is and what each method has found."""
+    limits: Budget,
+) -> Iterator[Callable[[SearchProgress, Mapping[str, float]], None]]:
+    """Shows, on a terminal, how far the search is, what each method has found, and how the workers
+    are busy, where there are any."""
     with (
-        Live(
-            "compiling the simulator ...",
-            console=common.errors,
-            transient=True,
-            refresh_per_second=4,
-        )
+        Live("starting ...", console=common.errors, transient=True, refresh_per_second=4)
         if common.errors.is_terminal and common.verbosity is not common.Verbosity.QUIET
         else nullcontext() as display
     ):
 
-        def observe(progress: SearchProgress) -> None:
+        def show(progress: SearchProgress, workers: Mapping[str, float]) -> None:
             if display is not None:
                 view = _progress_view(progress, limits)
-                if team is not None:
-                    view.add_row("", distribution.described(team))
+                if workers:
+                    view.add_row("", distribution.described(workers))
                 display.update(view)
 
-        yield observe
+        yield show
 
 
 def _progress_view(progress: SearchProgress, limits: Budget) -> Table:
@@ -425,8 +422,8 @@ def _found(trial: Trial | None) -> str:
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
     """A run of several methods (auto) or of one, as one row of the comparison."""
-    from placewright.api import row
-    from placewright.search import MethodResult
+    from placewright.session.result import row
+    from placewright.session.search import MethodResult
 
     failed = next((r.best for r in result.methods if r.best is not None), None)
     return row(

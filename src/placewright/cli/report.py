@@ -11,8 +11,8 @@ from rich.padding import Padding
 from placewright.cli import common
 
 if TYPE_CHECKING:
-    from placewright.api import Result
-    from placewright.search import Budget
+    from placewright.budget import Budget
+    from placewright.session.result import Result
 
 DirectoryArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A directory that 'placewright place' left.")
@@ -72,8 +72,9 @@ def report(
 
 
 def _what_if_budget(text: str | None) -> Budget | None:
+    from placewright.budget import Budget
     from placewright.report import WHAT_IF_SECONDS, WHAT_IF_TRIALS
-    from placewright.search import Budget, parse_duration
+    from placewright.units import parse_duration
 
     if text is None:
         return Budget(seconds=WHAT_IF_SECONDS, trials=WHAT_IF_TRIALS)
@@ -113,9 +114,9 @@ def write_beside(directory: str, result: Result) -> str:
     Its what-ifs together take a tenth of the time of the search, so that a short search stays
     short; there are none after Ctrl-C.
     """
+    from placewright.budget import Budget
     from placewright.errors import MissingExtraError
     from placewright.report import WHAT_IF_SECONDS, WHAT_IF_TRIALS, write_report
-    from placewright.search import Budget
 
     budget = Budget(
         seconds=max(0.1, min(WHAT_IF_SECONDS, result.seconds / 40)),

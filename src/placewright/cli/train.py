@@ -50,9 +50,10 @@ def train(
     from pathlib import Path
 
     from placewright import methods
+    from placewright.budget import Budget
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.problem import make_problem
-    from placewright.search import Budget, parse_duration
+    from placewright.units import parse_duration
 
     if budget is None and trials is None:
         budget = "10m"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from placewright.cluster import Cluster
 from placewright.errors import MissingExtraError, SearchError
 
 
@@ -21,9 +23,9 @@ class TeamConfig:
     address: str | None = None
     """Of a Ray cluster that runs already, or `auto` for the one this machine belongs to; None:
     start one on this machine and stop it at the end."""
-    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    resources: Mapping[str, float] | None = None
     """What Ray sets aside for each worker, such as `{"GPU": 4}` or a resource of your own: no two
-    workers get the same."""
+    workers get the same. None: one CPU to simulate, all devices of the cluster to measure."""
     trial_seconds: float = 300.0
     """A worker that takes longer for a placement hangs: it is replaced."""
     max_staleness: int | None = None
@@ -40,7 +42,7 @@ class TeamConfig:
             raise SearchError(f"a trial cannot be given {self.trial_seconds:g} seconds")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise SearchError(f"staleness is at least 0, not {self.max_staleness}")
-        for name, amount in self.resources.items():
+        for name, amount in (self.resources or {}).items():
             if not (name and math.isfinite(amount) and amount >= 0):
                 raise SearchError(f"worker resource {name}={amount:g} is no amount")
             if amount > 1 and amount != int(amount):
@@ -52,6 +54,15 @@ class TeamConfig:
     @property
     def all_workers(self) -> int:
         return self.workers * max(self.controllers, 1)
+
+    def resources_for(self, cluster: Cluster, *, measure: bool) -> dict[str, float]:
+        """What each worker keeps to itself; to measure that is all GPUs, or the whole machine."""
+        if self.resources is not None:
+            return dict(self.resources)
+        if not measure:
+            return {"CPU": 1.0}
+        gpus = sum(device.type == "gpu" for device in cluster.devices)
+        return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
 
 
 def parse_resources(settings: Sequence[str]) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _check_room(config: TeamConfig) -> None:
 
     nodes: Any = ray.nodes
     machines = [node["Resources"] for node in nodes() if node["Alive"]]
-    each = {name: amount for name, amount in config.resources.items() if amount}
+    each = {name: amount for name, amount in (config.resources or {}).items() if amount}
     wanted = config.all_workers
     room = sum(_fitting(machine, each, wanted) for machine in machines)
     if room >= wanted:
@@ -190,7 +190,7 @@ def _fitting(machine: Mapping[str, float], each: Mapping[str, float], most: int)
 def _cpus(config: TeamConfig) -> int:
     """How many a Ray on this machine claims to have."""
     there = os.cpu_count() or 1
-    each = config.resources.get("CPU", 0.0)
+    each = (config.resources or {}).get("CPU", 0.0)
     # Who asks for several means them. Otherwise so many workers on one machine are the user's
     # choice: they may wait more than they compute.
     return there if each > 1 else max(there, math.ceil(each * config.all_workers))

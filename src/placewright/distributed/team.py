@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from placewright.distributed.config import TeamConfig
@@ -14,16 +15,15 @@ from placewright.problem import Problem
 
 if TYPE_CHECKING:
     from placewright.distributed.training import DistributedLearner
-    from placewright.distributed.workers import MakeEvaluator, ParallelEvaluator, Workers
+    from placewright.distributed.workers import MakeEvaluator, Workers
 
 
 class Team:
     """Workers, which any method may use, and controllers for those that learn."""
 
-    def __init__(self, config: TeamConfig, workers: Workers, evaluator: ParallelEvaluator) -> None:
+    def __init__(self, config: TeamConfig, workers: Workers) -> None:
         self.config = config
-        self.evaluator = evaluator
-        self._workers = workers
+        self.evaluator = workers
         self._learners: list[DistributedLearner] = []
 
     def distributed(self, placers: Sequence[Placer]) -> list[Placer]:
@@ -37,7 +37,7 @@ class Team:
         for placer in placers:
             if isinstance(placer, Learner):
                 distributed = DistributedLearner(
-                    placer, self._workers, controllers=self.config.controllers,
+                    placer, self.evaluator, controllers=self.config.controllers,
                     max_staleness=self.config.max_staleness,
                 )  # fmt: skip
                 self._learners.append(distributed)
@@ -46,27 +46,23 @@ class Team:
                 found.append(placer)
         if not self._learners:
             raise SearchError(
-                "--controllers is for methods that learn (ppo, reinforce), and none is among "
+                "controllers are for methods that learn (ppo, reinforce), and none is among "
                 f"{', '.join(placer.name for placer in placers)}"
             )
         return found
 
-    def close(self) -> None:
-        """Ends the controllers; the workers are their maker's."""
-        for learner in self._learners:
-            learner.close()
-
-    def status(self) -> dict[str, float]:
+    def status(self) -> Mapping[str, float]:
         """Numbers to watch: of the training under way, or of the workers alone."""
         for learner in reversed(self._learners):
             status = learner.status()
             if status["trials_per_second"]:
                 return status
-        return {
-            "workers": self._workers.count,
-            "workers_busy": self._workers.busy,
-            "workers_replaced": self._workers.replaced,
-        }
+        return self.evaluator.status()
+
+    def close(self) -> None:
+        for learner in self._learners:
+            learner.close()
+        self.evaluator.close()
 
 
 @contextlib.contextmanager
@@ -75,23 +71,14 @@ def assemble(
 ) -> Iterator[Team]:
     """The team, for as long as it is needed. `make_evaluator` is called in each worker's process;
     `cheap` is what `Evaluator.cheap` says there."""
+    config = replace(config, resources=config.resources_for(problem.cluster, measure=not cheap))
     with ray_session(config):
-        from placewright.distributed.workers import ParallelEvaluator, Workers
+        from placewright.distributed.workers import Workers
 
-        workers = Workers(
-            make_evaluator,
-            per_group=config.workers,
-            groups=max(config.controllers, 1),
-            resources=dict(config.resources),
-            trial_seconds=config.trial_seconds,
-            cheap=cheap,
-        )
+        workers = Workers(problem, make_evaluator, config, cheap=cheap)
+        team = Team(config, workers)
         try:
             workers.wait_until_ready()
-            team = Team(config, workers, ParallelEvaluator(problem, workers, cheap=cheap))
-            try:
-                yield team
-            finally:
-                team.close()
+            yield team
         finally:
-            workers.close()
+            team.close()

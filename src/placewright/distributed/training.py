@@ -4,9 +4,10 @@ A controller is a `Learner` whose updater lives elsewhere: it computes gradients
 the policy, sends them to the parameter server, and gets the parameters as they are by then. It
 waits for its own workers and for nobody else.
 
-The search's own process is the hub between controllers and workers. It alone knows the budget and
-what was tried before, so that no placement is tried twice, none too many, and all trials reach one
-journal.
+The search's own process is the hub between controllers and workers. To the search it is a placer
+like any other, whose proposals come when a controller has some. The search alone knows the budget
+and what was tried before, so that no placement is tried twice, none too many, and all trials reach
+one journal.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ray
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from placewright.budget import BATCH
 from placewright.distributed.workers import Workers, why
 from placewright.errors import WorkerError
 from placewright.learning.checkpoints import LearnerState
@@ -36,7 +38,6 @@ from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.problem import Problem
-from placewright.search import BATCH
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ _MOST_IDLE = 100 * BATCH
 
 _MOST_KNOWN = 100_000
 """Measurements kept so that nothing is tried twice."""
+
+_LISTEN_SECONDS = 0.5
+"""How long to wait for a controller at a time, where there is nothing else to wait for."""
 
 _RATE_TRIALS = 200
 """How many of the last trials the rate that is shown is of."""
@@ -229,40 +233,35 @@ class DistributedLearner(Placer):
 
     # --- what the search asks for ----------------------------------------------------------------
 
+    @property
+    def waiting(self) -> bool:  # type: ignore[override]
+        """Whether there may be something to propose once a controller has answered."""
+        return self._begun and not all(seat.done for seat in self._seats)
+
     def ask(self, count: int) -> list[Placement]:
+        """What the teachers, or since then the controllers, want tried by now."""
         if not self._begun:
-            asked = self._open(count)
-            self.waiting = not asked and self.problem.has_choice
-            return asked
-        refs = {seat.ref: seat for seat in self._seats if seat.ref is not None}
-        asked = self._feed(count)
-        if refs:
-            # Who has something to try at once need not wait for those who are still learning.
-            ready, _ = ray.wait(
-                list(refs), num_returns=len(refs) if asked else 1, timeout=0 if asked else 0.5
-            )
-            for ref in ready:
-                self._take_turn(refs[ref])
-        for seat in refs.values():
-            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
-                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
-        self.waiting = not all(seat.done for seat in self._seats)
-        return asked
+            asked = self._learner.opening(count)
+            if asked:
+                return asked
+            self._begin()
+        self._listen()
+        return self._next(count)
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        new = [trial for trial in trials if trial.placement not in self._known]
-        for trial in new:
-            self._know(trial)
-            if trial.placement in self._trying:
-                self._trying.discard(trial.placement)
+        if not self._begun:
+            self._learner.tell(trials)
+        for trial in trials:
+            placement = trial.placement
+            if placement not in self._known:
+                self._know(trial)
+            if placement in self._trying:
+                self._trying.discard(placement)
                 self._ended.append(time.monotonic())
             for seat in self._seats:
-                seat.answers[trial.placement] = trial.measurement
-        if self._server is None:
-            self._learner.tell(new)
+                seat.answers[placement] = trial.measurement
 
     def close(self) -> None:
-        """Ends the controllers and the parameter server."""
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
@@ -276,9 +275,7 @@ class DistributedLearner(Placer):
         since = time.monotonic() - self._ended[0] if self._ended else 0.0
         return {
             "controllers": sum(not seat.done for seat in self._seats),
-            "workers": self._workers.count,
-            "workers_busy": self._workers.busy,
-            "workers_replaced": self._workers.replaced,
+            **self._workers.status(),
             "controllers_restarted": self.restarts,
             "trials_per_second": len(self._ended) / since if since else 0.0,
             "staleness": self._staleness,
@@ -319,44 +316,53 @@ class DistributedLearner(Placer):
 
     # --- before the controllers ------------------------------------------------------------------
 
-    def _open(self, count: int) -> list[Placement]:
-        """The teachers' placements."""
-        learner = self._learner
-        asked = learner.opening(count)
-        if asked:
-            return asked
+    def _begin(self) -> None:
+        """The controllers take over from the teachers."""
         self._begun = True
         if self.problem.has_choice:
-            learner.warm_up()
+            self._learner.warm_up()
         else:
-            self.notes.why_not = learner.notes.why_not
+            self.notes.why_not = self._learner.notes.why_not
             for seat in self._seats:
                 seat.done = True
-        return []
 
     # --- controllers -----------------------------------------------------------------------------
 
-    def _feed(self, count: int) -> list[Placement]:
-        """Starts turns, and takes up to `count` placements that the controllers want tried, each
-        by the controller's own workers."""
-        asked: list[Placement] = []
+    def _listen(self) -> None:
+        """Takes what controllers have to say, and begins their next turns."""
         if self._server is None and not all(seat.done for seat in self._seats):
             self._start_server()
         for seat in self._seats:
-            if seat.done:
-                continue
-            if seat.actor is None:
+            if not seat.done and seat.actor is None:
                 self._start(seat)
-            while seat.waiting and len(asked) < count:
+            answered = all(placement in seat.answers for placement in seat.asked)
+            if not seat.done and seat.ref is None and answered:
+                self._begin_turn(seat)
+        turns = {seat.ref: seat for seat in self._seats if seat.ref is not None}
+        if turns:
+            ready, _ = ray.wait(list(turns), timeout=0 if self._trying else _LISTEN_SECONDS)
+            if ready:
+                ready, _ = ray.wait(list(turns), num_returns=len(turns), timeout=0)
+            for ref in ready:
+                self._take_turn(turns[ref])
+        for seat in turns.values():
+            if seat.ref is not None and time.monotonic() - seat.since > _STEP_SECONDS:
+                self._restart(seat, f"no answer in {_STEP_SECONDS:g} s")
+
+    def _next(self, count: int) -> list[Placement]:
+        """What the controllers want tried, each by its own workers."""
+        found: list[Placement] = []
+        for seat in self._seats:
+            own: list[Placement] = []
+            while seat.waiting and len(found) + len(own) < count:
                 placement = seat.waiting.popleft()
                 # Another controller may have asked for it in the meantime.
                 if placement not in self._known and placement not in self._trying:
-                    self._trying.add(placement)
-                    self._workers.assign(placement, seat.number)
-                    asked.append(placement)
-            if seat.ref is None and all(p in seat.answers for p in seat.asked):
-                self._begin_turn(seat)
-        return asked
+                    own.append(placement)
+            self._workers.assign(own, seat.number)
+            self._trying.update(own)
+            found += own
+        return found
 
     def _begin_turn(self, seat: _Seat) -> None:
         answers = [self._trial(placement, seat.answers[placement]) for placement in seat.asked]

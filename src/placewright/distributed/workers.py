@@ -14,8 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from placewright.backends.base import Run
+from placewright.distributed.config import TeamConfig
 from placewright.errors import WorkerError
-from placewright.evaluators.base import Evaluator
+from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
@@ -40,8 +42,8 @@ class Worker:
     def ready(self) -> None:
         pass
 
-    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
-        return self._evaluator.evaluate(placements)
+    def run(self, requests: Sequence[Request]) -> list[Run]:
+        return self._evaluator.run(requests)
 
 
 @dataclass(eq=False)
@@ -54,35 +56,32 @@ class _Slot:
     ref: Any = None
     """What it was asked last: to be ready, or to evaluate."""
     since: float = 0.0
-    task: list[Placement] = field(default_factory=list)
-    retry: deque[Placement] = field(default_factory=deque)
+    task: list[Request] = field(default_factory=list)
+    retry: deque[Request] = field(default_factory=deque)
     """What its predecessor left: tried once more, by the new one, one at a time."""
     retrying: bool = False
     starting: bool = True
     starts: int = 0
 
 
-Results = list[tuple[Placement, Measurement]]
+Results = list[tuple[Placement, Run]]
 
 
-class Workers:
-    """Workers in groups, and what they are to try.
+class Workers(Evaluator):
+    """Workers, and what they are to try; in groups, one for each controller.
 
     Each has one call at a time. What a worker had when it died or hung is given once more to the
     one that takes its place; a placement that breaks that one, too, has failed.
     """
 
     def __init__(
-        self,
-        make_evaluator: MakeEvaluator,
-        *,
-        per_group: int,
-        groups: int = 1,
-        resources: dict[str, float],
-        trial_seconds: float,
-        cheap: bool,
+        self, problem: Problem, make_evaluator: MakeEvaluator, config: TeamConfig, *, cheap: bool
     ) -> None:
+        self._problem = problem
+        self.cheap = cheap
+        self.parallel = config.all_workers
         self._make_evaluator = ray.put(make_evaluator)
+        resources = config.resources_for(problem.cluster, measure=not cheap)
         custom = {n: a for n, a in resources.items() if n not in ("CPU", "GPU")}
         self._actor = ray.remote(Worker).options(
             num_cpus=resources.get("CPU", 0.0),
@@ -90,12 +89,13 @@ class Workers:
             resources=custom,
             max_restarts=0,
         )
-        self._trial_seconds = trial_seconds
-        self._cheap = cheap
-        self._slots = [_Slot(n, n // per_group) for n in range(per_group * groups)]
-        self._queues: dict[int | None, deque[Placement]] = {g: deque() for g in range(groups)}
+        self._trial_seconds = config.trial_seconds
+        self._slots = [_Slot(n, n // config.workers) for n in range(config.all_workers)]
+        groups = range(max(config.controllers, 1))
+        self._queues: dict[int | None, deque[Request]] = {group: deque() for group in groups}
         self._queues[None] = deque()
         self._group_of: dict[Placement, int] = {}
+        self._dropped: set[_Slot] = set()
         self.replaced = 0
         for slot in self._slots:
             self._start(slot)
@@ -103,56 +103,78 @@ class Workers:
     # --- what others see -------------------------------------------------------------------------
 
     @property
-    def count(self) -> int:
-        return len(self._slots)
+    def problem(self) -> Problem:
+        return self._problem
 
-    @property
-    def busy(self) -> int:
-        return sum(bool(slot.task) for slot in self._slots)
+    def status(self) -> dict[str, float]:
+        """What there is to watch."""
+        return {
+            "workers": len(self._slots),
+            "workers_busy": sum(bool(slot.task) for slot in self._slots),
+            "workers_replaced": self.replaced,
+        }
 
     def wait_until_ready(self) -> None:
         """Starting them is nobody's search time."""
         while any(slot.starting for slot in self._slots):
-            self.wait(0.1)
+            self._answers(0.1)
 
-    def assign(self, placement: Placement, group: int) -> None:
-        """To be tried by this group's workers, when it is submitted."""
-        self._group_of[placement] = group
+    def assign(self, placements: Sequence[Placement], group: int) -> None:
+        """Has these tried by this group's workers, once they are submitted, and not by any."""
+        if any(slot.group == group for slot in self._slots):  # not all of them were given up
+            self._group_of.update(dict.fromkeys(placements, group))
 
-    def submit(self, placements: Sequence[Placement]) -> None:
-        """To be tried by the workers of the group they are assigned to, or by any."""
-        there = {slot.group for slot in self._slots}  # a group's workers may all be given up
+    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
         for placement in placements:
-            group = self._group_of.pop(placement, None)
-            self._queues[group if group in there else None].append(placement)
+            placement.check(self._problem)
+        missing = set(placements)
+        self.submit([Request(placement) for placement in dict.fromkeys(placements)])
+        found: dict[Placement, Measurement] = {}
+        while missing:
+            found.update((placement, run.measurement) for placement, run in self.collect(1.0))
+            missing.difference_update(found)
+        return [found[placement] for placement in placements]
 
-    def wait(self, seconds: float, others: Sequence[Any] = ()) -> tuple[Results, list[Any]]:
-        """What came of placements, and which of `others` (Ray's references) are ready: as soon as
-        there is either, or nothing after so many seconds."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._queues[self._group_of.pop(request.placement, None)].append(request)
+        self._dispatch()
+
+    def collect(self, seconds: float) -> Results:
         until = time.monotonic() + seconds
-        results: Results = []
-        ready: list[Any] = []
         while True:
-            self._dispatch()
-            of = {slot.ref: slot for slot in self._slots if slot.ref is not None}
-            refs = [*of, *others]
-            left = max(0.0, until - time.monotonic())
-            if refs:
-                done, _ = ray.wait(refs, timeout=min(left, 1.0))
-                if done:  # and all that are by now
-                    done, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
-            else:
-                done = []
-                time.sleep(min(left, 0.05))
+            results = self._answers(min(until - time.monotonic(), 1.0))
+            if results or time.monotonic() >= until or not self._is_busy:
+                return results
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(slot.task or slot.retry for slot in self._slots) or any(self._queues.values())
+
+    def _answers(self, seconds: float) -> Results:
+        """What came in by now, or within so many seconds."""
+        self._dispatch()
+        of = {slot.ref: slot for slot in self._slots if slot.ref is not None}
+        results: Results = []
+        if of:
+            done, _ = ray.wait(list(of), timeout=max(0.0, seconds))
+            if done:  # and all that are by now
+                done, _ = ray.wait(list(of), num_returns=len(of), timeout=0)
             for ref in done:
-                if ref in of:
-                    results += self._answered(of[ref])
-                else:
-                    ready.append(ref)
-            results += self._overdue()
-            if results or ready or time.monotonic() >= until:
-                self._dispatch()
-                return results, ready
+                results += self._answered(of[ref])
+        results += self._overdue()
+        self._dispatch()
+        return results
+
+    def drop(self) -> None:
+        """Forgets what is waiting or being tried; workers that are busy finish for nobody."""
+        self._group_of.clear()
+        for queue in self._queues.values():
+            queue.clear()
+        for slot in self._slots:
+            slot.retry.clear()
+            if slot.task:
+                self._dropped.add(slot)
 
     def close(self) -> None:
         for slot in self._slots:
@@ -176,9 +198,9 @@ class Workers:
             if task:
                 slot.task = task
                 slot.since = time.monotonic()
-                slot.ref = slot.actor.evaluate.remote(task)
+                slot.ref = slot.actor.run.remote(task)
 
-    def _next_for(self, slot: _Slot) -> list[Placement]:
+    def _next_for(self, slot: _Slot) -> list[Request]:
         slot.retrying = bool(slot.retry)
         if slot.retry:
             return [slot.retry.popleft()]
@@ -188,7 +210,7 @@ class Workers:
         ):
             if queue:
                 # A call costs a millisecond, as much as simulating dozens of placements.
-                size = math.ceil(len(queue) / sharers) if self._cheap else 1
+                size = math.ceil(len(queue) / sharers) if self.cheap else 1
                 return [queue.popleft() for _ in range(size)]
         return []
 
@@ -205,9 +227,10 @@ class Workers:
             return []
         slot.starts = 0
         task, slot.task = slot.task, []
-        if len(answer) != len(task):
-            raise WorkerError("the evaluator gave fewer measurements than placements")
-        return list(zip(task, answer, strict=True))
+        if slot in self._dropped:
+            self._dropped.discard(slot)
+            return []
+        return [(request.placement, run) for request, run in zip(task, answer, strict=True)]
 
     def _overdue(self) -> Results:
         results: Results = []
@@ -224,8 +247,10 @@ class Workers:
         logger.info("worker %d is replaced: %s", slot.number, reason)
         ray.kill(slot.actor)
         self.replaced += 1
-        failed: list[Placement] = []
-        if slot.retrying:
+        failed: list[Request] = []
+        if slot in self._dropped:
+            self._dropped.discard(slot)
+        elif slot.retrying:
             failed = slot.task
         else:
             slot.retry.extendleft(reversed(slot.task))
@@ -235,10 +260,10 @@ class Workers:
             failed += self._give_up(slot, reason)
         else:
             self._start(slot)
-        measurement = Measurement(outcome=outcome, reason=reason)
-        return [(placement, measurement) for placement in failed]
+        run = Run(measurement=Measurement(outcome=outcome, reason=reason))
+        return [(request.placement, run) for request in failed]
 
-    def _give_up(self, slot: _Slot, reason: str) -> list[Placement]:
+    def _give_up(self, slot: _Slot, reason: str) -> list[Request]:
         self._slots.remove(slot)
         logger.warning("worker %d could not be started: %s", slot.number, reason)
         if not self._slots:
@@ -247,33 +272,6 @@ class Workers:
             self._queues[None].extend(self._queues[slot.group])
             self._queues[slot.group].clear()
         return list(slot.retry)
-
-
-class ParallelEvaluator(Evaluator):
-    """Spreads placements over the workers."""
-
-    def __init__(self, problem: Problem, workers: Workers, *, cheap: bool) -> None:
-        self._problem = problem
-        self._workers = workers
-        self.cheap = cheap
-        # Several for each: who is quick need not wait for who is slow.
-        self.at_a_time = 4 * workers.count
-
-    @property
-    def problem(self) -> Problem:
-        return self._problem
-
-    def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
-        for placement in placements:
-            placement.check(self._problem)
-        missing = set(placements)
-        self._workers.submit(list(dict.fromkeys(placements)))
-        found: dict[Placement, Measurement] = {}
-        while missing:
-            results, _ = self._workers.wait(1.0)
-            found.update(results)
-            missing.difference_update(found)
-        return [found[placement] for placement in placements]
 
 
 def why(fault: BaseException) -> str:

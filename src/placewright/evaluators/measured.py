@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placewright.backends.tensorflow.runner import Run, TensorFlowRunner
+from placewright.backends.base import Run, Runner
 from placewright.errors import PlacementError
-from placewright.evaluators.base import Evaluator
+from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
@@ -23,7 +23,7 @@ class MeasuredEvaluator(Evaluator):
     """Between two passes over the same placements, times of rnnlm and nmt on two shared cores
     differed so that it is 0.04 and 0.06 (`benchmarks/results/fidelity`)."""
 
-    def __init__(self, problem: Problem, runner: TensorFlowRunner) -> None:
+    def __init__(self, problem: Problem, runner: Runner) -> None:
         if runner.program.graph != problem.graph:
             raise PlacementError(
                 f"the runner runs graph {runner.program.graph.fingerprint}, the problem is of "
@@ -43,33 +43,29 @@ class MeasuredEvaluator(Evaluator):
         return self._problem
 
     def evaluate(self, placements: Sequence[Placement]) -> list[Measurement]:
-        for placement in placements:
-            placement.check(self._problem)
-        return [self.run(placement).measurement for placement in placements]
+        return [run.measurement for run in self.run([Request(p) for p in placements])]
 
-    def run(self, placement: Placement, *, traces: int = 0, compared: bool = False) -> Run:
-        """One placement, with what TensorFlow told on the way.
+    def run(self, requests: Sequence[Request]) -> list[Run]:
+        for request in requests:
+            request.placement.check(self._problem)
+        return [self._run(request) for request in requests]
 
-        One that is `compared` with others side by side has as many steps as they have, however
-        slow it is and however much its times differ.
-        """
-        placement.check(self._problem)
-        devices = placement.devices[self._problem.grouping.group_of]
-        groups = np.arange(self._problem.num_groups)
-        wrong = np.flatnonzero(~self._problem.allowed[groups, placement.devices])
-        if wrong.size:  # TensorFlow would say the same of kernels, but knows no constraints
-            op = int(self._problem.grouping.members(int(wrong[0]))[0])
-            for member in self._problem.grouping.members(int(wrong[0])):
-                if np.isinf(self._problem.op_seconds[devices[member], member]):
-                    op = int(member)
-                    break
-            reason = why_not(self._problem, op, int(devices[op]))
+    def _run(self, request: Request) -> Run:
+        placement, problem = request.placement, self._problem
+        devices = placement.devices[problem.grouping.group_of]
+        groups = np.arange(problem.num_groups)
+        wrong = np.flatnonzero(~problem.allowed[groups, placement.devices])
+        if wrong.size:  # the framework would say the same of kernels, but knows no constraints
+            members = problem.grouping.members(int(wrong[0]))
+            missing = members[np.isinf(problem.op_seconds[devices[members], members])]
+            op = int(missing[0] if missing.size else members[0])
+            reason = why_not(problem, op, int(devices[op]))
             return Run(measurement=Measurement(outcome=Outcome.FAILED, reason=reason))
         run = self.runner.measure(
             devices,
-            best_seconds=None if compared else self._best_seconds,
-            traces=traces,
-            adaptive=not compared,
+            best_seconds=None if request.compared else self._best_seconds,
+            traces=request.traces,
+            adaptive=not request.compared,
         )
         if run.measurement.ok and run.measurement.mean_seconds < (self._best_seconds or np.inf):
             self._best_seconds = run.measurement.mean_seconds

@@ -13,6 +13,7 @@ from placewright.errors import LearningError, PlacementError
 from placewright.learning.config import LearnerConfig, resolved
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.learning.updater import Updater
+from placewright.problem import Problem
 
 FORMAT = "placewright-checkpoint/1"
 
@@ -28,8 +29,7 @@ class LearnerState(NamedTuple):
 class Origin(NamedTuple):
     """What a run must have begun with for its checkpoint to be of use."""
 
-    problem: str
-    """The problem's fingerprint."""
+    problem: Problem
     config: LearnerConfig
     seed: int
 
@@ -39,7 +39,7 @@ def write(path: Path, origin: Origin, updater: Updater, states: Sequence[Learner
     described = states[0].described | {
         "policy": updater.policy.description(),
         "config": asdict(origin.config),
-        "problem": origin.problem,
+        "space": origin.problem.space.fingerprint,
         "seed": origin.seed,
         "steps": updater.steps,
         "others": [state.described for state in states[1:]],
@@ -78,11 +78,12 @@ def read(
 
 def _check(path: Path, described: Mapping[str, Any], origin: Origin, updater: Updater) -> None:
     """Raises for a checkpoint of a run that began with something else."""
-    if described.get("problem") != origin.problem:
-        raise LearningError(
-            f"{path}: checkpoint of problem {described.get('problem')}, this one is "
-            f"{origin.problem}"
-        )
+    # Version 0.1.0 knew nothing of spaces.
+    problem = origin.problem
+    own = problem.space.fingerprint if "space" in described else problem.fingerprint
+    made_for = described.get("space", described.get("problem"))
+    if made_for != own:
+        raise LearningError(f"{path}: checkpoint of problem {made_for}, this one is {own}")
     if described.get("policy") != _plain(updater.policy.description()):
         raise LearningError(
             f"{path}: checkpoint of a policy of another architecture; resume with the settings "

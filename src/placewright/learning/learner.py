@@ -304,7 +304,7 @@ class Learner(Placer):
 
     @property
     def _origin(self) -> checkpoints.Origin:
-        return checkpoints.Origin(self.problem.fingerprint, self.config, self.seed)
+        return checkpoints.Origin(self.problem, self.config, self.seed)
 
     def _file(self, folder: Path) -> Path:
         return folder / f"checkpoint-{self.name}.safetensors"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from placewright.budget import Budget
 from placewright.errors import ReportError
 from placewright.files import write_text
 from placewright.report.run import Run, read_run, read_runs
 from placewright.report.words import Section, explain
-from placewright.search import Budget
 
 __all__ = [
     "WHAT_IF_SECONDS",

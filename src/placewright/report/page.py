@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from placewright._version import VERSION
+from placewright.budget import Budget
 from placewright.errors import MissingExtraError
 from placewright.graph import IntArray
-from placewright.placement import Placement
 from placewright.report import analysis, words
 from placewright.report.run import Run
 from placewright.report.what_if import WhatIf, what_ifs
-from placewright.search import Budget
 from placewright.simulator.timeline import Timeline
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -99,7 +98,7 @@ def _run(
     if what_if_budget is not None and run.ok and run.best is not None:
         imagined = what_ifs(
             run.under,
-            Placement.of(run.under, run.best.placement.devices),
+            run.best.placement,
             what_if_budget,
             lambda change: observe(f"what if: {change}"),
         )

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from placewright import methods
-from placewright.api import COSTS_FILE, PROBLEM_FILE, began_with
 from placewright.calibration import Calibration
 from placewright.errors import ReportError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.files import read_json
 from placewright.journal import Progression, read_progression
 from placewright.measurement import Measurement, Outcome, Trial
-from placewright.metrics import read_metrics
 from placewright.placement import Placement
 from placewright.problem import Problem
+from placewright.session.directory import COSTS_FILE, PROBLEM_FILE, began_with
+from placewright.session.metrics import read_metrics
 from placewright.simulator import Simulator, Timeline, lower_bounds
 
 
@@ -94,7 +94,7 @@ class Run:
     def _timeline(self, trial: Trial | None) -> Timeline | None:
         if trial is None or trial.measurement.outcome is Outcome.FAILED:
             return None
-        return self.simulator.timeline(Placement.of(self.under, trial.placement.devices))
+        return self.simulator.timeline(trial.placement)
 
 
 def read_run(directory: str | Path) -> Run:
@@ -163,10 +163,12 @@ def _summary(folder: Path, problem: Problem, progression: Progression | None) ->
         wanted = ("problem", "methods", "step_seconds", "lower_bound_seconds", "search_seconds")
         if not isinstance(summary, dict) or any(key not in summary for key in wanted):
             raise ReportError(f"{path}: not a summary of a run")
-        if summary["problem"] != problem.fingerprint:
+        # Version 0.1.0 knew nothing of spaces.
+        own = problem.space.fingerprint if "space" in summary else problem.fingerprint
+        of = summary.get("space", summary["problem"])
+        if of != own:
             raise ReportError(
-                f"{path}: is of problem {summary['problem']}, the directory's is "
-                f"{problem.fingerprint}; were two runs mixed?"
+                f"{path}: is of problem {of}, the directory's is {own}; were two runs mixed?"
             )
         return summary
     if progression is None:
@@ -200,6 +202,7 @@ def _summary_of(problem: Problem, progression: Progression, measured: bool) -> d
     return {
         "model": problem.graph.name,
         "cluster": problem.cluster.name,
+        "space": problem.space.fingerprint,
         "problem": problem.fingerprint,
         "version": "",
         "command": "",

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from placewright.budget import Budget
 from placewright.cluster import Cluster, Device, Link
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import frozen
-from placewright.measurement import Trial
+from placewright.measurement import Trial, better
 from placewright.placement import Placement
 from placewright.placers.local_search import LocalSearch, LocalSearchConfig
 from placewright.problem import Problem
-from placewright.search import Budget, better, search
+from placewright.session.search import search
 from placewright.simulator import lower_bounds
 
 

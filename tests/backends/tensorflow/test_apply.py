@@ -15,7 +15,6 @@ from placewright.errors import ModelError, PlacementError
 tf: Any = pytest.importorskip("tensorflow")
 
 from placewright import Cluster, Placement, Problem, load, make_problem, place  # noqa: E402
-from placewright.api import Result  # noqa: E402
 from placewright.backends.tensorflow import wire  # noqa: E402
 from placewright.backends.tensorflow.apply import (  # noqa: E402
     apply_to_file,
@@ -24,6 +23,7 @@ from placewright.backends.tensorflow.apply import (  # noqa: E402
 )
 from placewright.cli import main  # noqa: E402
 from placewright.placement import read_ops  # noqa: E402
+from placewright.session.result import Result  # noqa: E402
 from placewright.tensorflow import place_graph  # noqa: E402
 
 DEVICES = 3

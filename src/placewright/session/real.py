@@ -1,4 +1,4 @@
-"""Searching with real runs: each is recorded, and the best of them have to show it side by side.
+"""Real runs, within a budget: each is recorded, and the best have to show it side by side.
 
 The fastest of many single runs is, as often as not, the luckiest. So the last part of the budget is
 for a final: the best placements and the references in turns, and only that decides.
@@ -8,100 +8,52 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from placewright import methods as registry
-from placewright.api import Result, open_journal
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends.base import Run
+from placewright.budget import Budget
+from placewright.calibration import Calibration
 from placewright.errors import WorkerError
-from placewright.evaluators.measured import MeasuredEvaluator
-from placewright.finals import Finals, in_rounds
+from placewright.evaluators.base import Evaluator, Request
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.search import Budget, MethodResult, Progress, search
+from placewright.session.config import How, SearchConfig
+from placewright.session.finals import Finals, in_rounds
+from placewright.session.result import Result
+from placewright.session.search import MethodResult, Progress
 
 REFERENCES = ("single", "expert")
 """What every answer is compared with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinalConfig:
-    """What happens at the end of a search with real runs."""
+class RealRuns:
+    """All that was measured in a session, and what follows from it.
 
-    finalists: int = 3
-    """The best placements, which are measured again at the end, with the references in between."""
-    final_rounds: int = 4
-    """How often; what is left to chance is judged by how much the rounds differ."""
-
-
-def search_measured(
-    problem: Problem,
-    evaluator: MeasuredEvaluator,
-    methods: Sequence[str],
-    budget: Budget,
-    *,
-    seed: int = 0,
-    directory: str | Path | None = None,
-    learner: registry.Learners = None,
-    policy: str | Path | None = None,
-    observe: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
-    config: FinalConfig | None = None,
-) -> Result:
-    """Runs the methods one after another, every trial a real run, between the references and the
-    final. The budget is for all of it."""
-    with open_journal(directory, problem, "measure") as journal:
-        real = Measuring(
-            problem, evaluator, budget, seed, journal, observe, stop, config or FinalConfig()
-        )
-        real.find_references()
-        for placement, name in real.unmeasured_references():
-            real.measure(placement, name)
-        limits = real.before_the_final()
-        if limits is not None:
-            placers = registry.make(
-                methods, problem, seed=seed, seconds=limits.seconds, trials=limits.trials,
-                learners=learner, policy=policy, cheap=False,
-                noise=evaluator.noise,
-            )  # fmt: skip
-            found = search(
-                placers, evaluator, limits, journal=real, seed=seed, observe=observe,
-                stop=real.stop, directory=directory,
-            )  # fmt: skip
-            real.credit(found)
-            real.favourites = [p for placer in placers for p in placer.notes.favourites]
-        real.final()
-        return real.result()
-
-
-class Measuring:
-    """The real runs of a search, within a budget: all that was measured, and what follows from it.
-
-    To a `search` it is the journal.
+    A search among real runs writes its trials down here, and so in the journal.
     """
 
     def __init__(
         self,
         problem: Problem,
-        evaluator: MeasuredEvaluator,
-        budget: Budget,
-        seed: int,
-        journal: Journal | None,
-        observe: Callable[[Progress], None],
-        stop: Callable[[], bool],
-        config: FinalConfig,
+        evaluator: Evaluator,
+        config: SearchConfig,
+        *,
+        journal: Journal | None = None,
+        observe: Callable[[Progress], None] = lambda progress: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.problem = problem
         self.evaluator = evaluator
-        self.budget = budget
-        self.seed = seed
+        self.budget = config.limits
+        self.seed = config.seed
+        self.rounds = config.rounds
         self.observe = observe
         self.interrupted = stop
-        self.progress = Progress(budget=budget, started=time.monotonic())
+        self.progress = Progress(budget=self.budget, started=time.monotonic())
         self.trials: list[Trial] = []
         self.samples: dict[Placement, list[Measurement]] = {}
         self.found_by: dict[Placement, str] = {}
@@ -109,7 +61,6 @@ class Measuring:
         self.favourites: list[Placement] = []
         """What the methods hold for the best, where they know better than the fastest run."""
         self.finals = Finals()
-        self._final_config = config
         self._journal = journal
         self._measured_seconds = 0.0
         self._timed_runs = 0
@@ -125,7 +76,6 @@ class Measuring:
         self.progress.count(trial)
 
     def append(self, trials: Sequence[Trial]) -> None:
-        """Records real runs."""
         for trial in trials:
             self._count(trial)
         if self._journal is not None:
@@ -149,7 +99,7 @@ class Measuring:
 
     @property
     def runs_left(self) -> float:
-        """How many more real runs fit, those of the end included."""
+        """How many more real runs fit one after another, those of the end included."""
         left = math.inf
         if self.budget.trials is not None:
             left = self.budget.trials - self.progress.trials
@@ -159,8 +109,7 @@ class Measuring:
     @property
     def runs_reserved(self) -> float:
         """For the final; half of a budget that is too small for it."""
-        config = self._final_config
-        final = config.final_rounds * (config.finalists + len(REFERENCES))
+        final = self.rounds.final_rounds * (self.rounds.finalists + len(REFERENCES))
         return min(final, (self.progress.trials + self.runs_left) / 2)
 
     def before_the_final(self) -> Budget | None:
@@ -178,34 +127,60 @@ class Measuring:
     # --- measuring ---
 
     def measure(
-        self, placement: Placement, placer: str = "", *, traces: int = 0, compared: bool = False
-    ) -> Run | None:
-        """One real run, recorded; None when the budget or the user says stop, or the devices'
-        processes cannot be started any more (without any run so far that is an error)."""
-        if self.stop() or self.runs_left < 1:
-            return None
-        began = time.monotonic()
+        self,
+        wanted: Iterable[tuple[Placement, str]],
+        *,
+        traces: int = 0,
+        compared: bool = False,
+        leave: float = 0.0,
+    ) -> dict[Placement, Run]:
+        """Real runs of placements and who found them, each recorded as it ends; as many at a time
+        as the evaluator can.
+
+        Fewer than wanted where the budget but for `leave` runs is used up, where the user says
+        stop, or where nothing can be measured any more (without any run so far, that is an error).
+        """
+        queue = deque(wanted)
+        began: dict[Placement, float] = {}
+        runs: dict[Placement, Run] = {}
         try:
-            run = self.evaluator.run(placement, traces=traces, compared=compared)
+            while queue or began:
+                while queue and len(began) < self.evaluator.parallel:
+                    left = self.runs_left - len(began)
+                    if self.stop() or left < 1 or left <= leave:
+                        queue.clear()
+                        break
+                    placement, placer = queue.popleft()
+                    self.found_by.setdefault(placement, placer)
+                    began[placement] = time.monotonic()
+                    self.evaluator.submit([Request(placement, traces, compared)])
+                for placement, run in self.evaluator.collect(1.0):
+                    if placement in began:
+                        self._ran(placement, run, time.monotonic() - began.pop(placement))
+                        runs[placement] = run
+                if began and self.stop():
+                    self.evaluator.drop()
+                    break
         except WorkerError as fault:
             if not self.progress.trials:
                 raise
             self.progress.fault = str(fault)
-            return None
-        self._measured_seconds += time.monotonic() - began
+        return runs
+
+    def _ran(self, placement: Placement, run: Run, seconds: float) -> None:
+        self._measured_seconds += seconds
         self._timed_runs += 1
         trial = Trial(
             placement=placement,
             measurement=run.measurement,
-            placer=self.found_by.setdefault(placement, placer),
+            placer=self.found_by[placement],
             seed=self.seed,
             at_seconds=self._earlier_seconds + self.progress.elapsed_seconds,
         )
         self.append([trial])
         self.progress.placer = trial.placer
-        self.progress.seconds_of[trial.placer] += time.monotonic() - began
+        self.progress.seconds_of[trial.placer] += seconds
         self.observe(self.progress)
-        return run
 
     def pooled(self, placement: Placement) -> Measurement:
         """All that was measured of a placement; what the final says goes first."""
@@ -226,17 +201,20 @@ class Measuring:
         for name in REFERENCES:
             (placer,) = registry.make([name], self.problem, seed=self.seed)
             self.references[name] = placer.ask(self.problem.num_devices)
-            self.progress.trials_of.setdefault(name, 0)
-            self.progress.seconds_of.setdefault(name, 0.0)
+            self.progress.expect(name)
 
     def unmeasured_references(self) -> list[tuple[Placement, str]]:
-        waiting = [(p, name) for name, found in self.references.items() for p in found]
-        return [(p, name) for p, name in waiting if p not in self.samples]
+        waiting: dict[Placement, str] = {}
+        for name, found in self.references.items():
+            for placement in found:
+                if placement not in self.samples:
+                    waiting.setdefault(placement, name)
+        return list(waiting.items())
 
     def credit(self, found: Progress) -> None:
         """Takes over what a search says of its methods; their trials are here already."""
         for name in found.trials_of:
-            self.progress.trials_of.setdefault(name, 0)
+            self.progress.expect(name)
         self.progress.seconds_of.update(found.seconds_of)
         self.progress.why_not_of.update(found.why_not_of)
         # Of what others had tried before as well.
@@ -261,22 +239,24 @@ class Measuring:
         return best
 
     def final(self) -> None:
-        """The best of all and of each reference in turns, as often as the budget allows."""
+        """The best of all and of each reference in turns, as often as the budget allows. With
+        several workers it is one after another all the same: the first of them has all the runs,
+        and none has to share the machine."""
 
         def measure(placement: Placement) -> Measurement | None:
-            run = self.measure(placement, compared=True)
+            run = self.measure([(placement, "")], compared=True).get(placement)
             return None if run is None else run.measurement
 
-        best = self.best_placements(self._final_config.finalists)
+        best = self.best_placements(self.rounds.finalists)
         favourite = [p for p in self.favourites[:1] if p in self.samples and p not in best]
         if len(best) > 1:  # the fastest run is in any case
             best = [*best[: len(best) - len(favourite)], *favourite]
         finalists = list(dict.fromkeys([*best, *self._best_references().values()]))
         if finalists:
-            rounds = int(min(self._final_config.final_rounds, self.runs_left / len(finalists)))
+            rounds = int(min(self.rounds.final_rounds, self.runs_left / len(finalists)))
             self.finals = in_rounds(finalists, measure, rounds, seed=self.seed)
 
-    def result(self) -> Result:
+    def result(self, evaluate: How, calibration: Calibration | None = None) -> Result:
         pooled = {
             p: Trial(
                 placement=p, measurement=self.pooled(p), placer=self.found_by[p], seed=self.seed
@@ -304,9 +284,10 @@ class Measuring:
             lower_bound_seconds=0.0,
             seconds=self.progress.elapsed_seconds,
             seed=self.seed,
+            evaluate=evaluate,
             interrupted=self.interrupted(),
             fault=self.progress.fault,
-            measured=True,
+            calibration=calibration,
         )
 
     def _method(self, name: str, pooled: dict[Placement, Trial]) -> MethodResult:

@@ -1,0 +1,399 @@
+"""One driver for every search: references, calibration, search, rounds of measuring, a final."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from placewright import backends
+from placewright import methods as registry
+from placewright.backends.base import Array, Program, RunConfig, Runner
+from placewright.budget import Budget
+from placewright.cluster import Cluster
+from placewright.distributed.config import TeamConfig
+from placewright.distributed.team import Team, assemble
+from placewright.errors import ClusterError, SearchError
+from placewright.evaluators.base import Evaluator
+from placewright.evaluators.measured import MeasuredEvaluator
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.journal import Journal
+from placewright.measurement import Trial, better
+from placewright.placement import Placement, everything_on
+from placewright.placers.base import Placer
+from placewright.problem import Constraints, Problem, make_problem
+from placewright.session.config import BOTH, MEASURE, SIMULATE, How, Machine, SearchConfig
+from placewright.session.directory import (
+    JOURNAL_FILE,
+    RUN_FILE,
+    began_with,
+    check_directory,
+    open_journal,
+)
+from placewright.session.metrics import MetricsLog
+from placewright.session.real import RealRuns
+from placewright.session.result import Result
+from placewright.session.rounds import Rounds
+from placewright.session.search import Progress, search
+from placewright.simulator import LowerBounds, lower_bounds
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """A search, from what was asked for to what was found. Nothing else drives one.
+
+    Args:
+        problem: what is placed, where, and what that costs as far as is known.
+        config: what searches, how long, and how placements are tried.
+        machine: what real runs are made with, where there are to be any.
+        runner: the same, started already; it is left running.
+        pool: tries the placements in place of what the session would make, and is left as it is.
+        team: how many processes to search with, on Ray; None for this one.
+        directory: where every trial is recorded. One that holds a run of this problem is continued.
+        observe: called with the progress after every batch.
+        stop: asked again and again; once it says so the search ends with what was found.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: SearchConfig | None = None,
+        *,
+        machine: Machine | None = None,
+        runner: Runner | None = None,
+        pool: Evaluator | None = None,
+        team: TeamConfig | None = None,
+        directory: str | Path | None = None,
+        observe: Callable[[Progress], None] = lambda progress: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.problem = problem
+        self.config = config or SearchConfig()
+        self.machine = machine
+        self.runner = runner
+        self.pool = pool
+        self.team = team
+        self.directory = None if directory is None else Path(directory)
+        self.observe = observe
+        self.stop = stop
+        self.evaluate = self._how()
+        self._team: Team | None = None
+
+    def status(self) -> Mapping[str, float]:
+        """Numbers of the workers to watch while it runs; none without workers."""
+        return {} if self._team is None else self._team.status()
+
+    def run(self) -> Result:
+        bounds = lower_bounds(self.problem)
+        if bounds.forced_out_of_memory is not None:
+            raise SearchError(bounds.forced_out_of_memory)
+        if self.directory is not None:  # before anything is started
+            check_directory(self.directory, self.problem)
+        with contextlib.ExitStack() as opened:
+            evaluator = self._evaluator(opened)
+            if self.evaluate == SIMULATE:
+                return self._simulated(evaluator, bounds)
+            return self._measured(evaluator)
+
+    def _journal(self) -> contextlib.AbstractContextManager[Journal | None]:
+        return open_journal(self.directory, self.problem, self.evaluate)
+
+    # --- how placements are tried ----------------------------------------------------------------
+
+    def _how(self) -> How:
+        """What is asked for, or how the run began that is continued, or else what fits: real runs
+        where there is a machine and the time for them."""
+        wanted = wanted_in(self.config, self.directory)
+        can = self.machine is not None or self.runner is not None or self.pool is not None
+        if wanted in (MEASURE, BOTH) and not can:
+            raise SearchError(
+                f"evaluate={wanted!r} needs a model that can be run, not only a graph"
+            )
+        if wanted is None:
+            limits, team = self.config.limits, self.team is not None
+            # Trials alone are mostly meant for the simulator, and so are workers.
+            if not can or team or self.pool is not None or limits.seconds is None:
+                return SIMULATE
+            reason = unaffordable(self.problem, limits)
+            if reason:
+                logger.warning("simulated only: %s (evaluate=%r measures anyway)", reason, BOTH)
+                return SIMULATE
+            return BOTH
+        if wanted == BOTH and self.team is not None and self.team.controllers:
+            raise SearchError(
+                f"controllers train on what their workers try; with evaluate={BOTH!r} there can be "
+                "workers only"
+            )
+        return wanted
+
+    def _evaluator(self, opened: contextlib.ExitStack) -> Evaluator:
+        """What tries placements, started before the clock of the search is."""
+        problem = self.problem
+        if self.pool is not None:
+            return self.pool
+        if self.team is not None:
+            make: Callable[[], Evaluator]
+            if self.evaluate == SIMULATE:
+                make = functools.partial(SimulatedEvaluator, problem, threads=1)
+            else:
+                assert self.machine is not None
+                make = functools.partial(_measuring, problem, self.machine)
+            self._team = opened.enter_context(  # workers have devices of their own
+                assemble(problem, make, self.team, cheap=self.evaluate == SIMULATE)
+            )
+            return self._team.evaluator
+        if self.evaluate == SIMULATE:
+            return SimulatedEvaluator(problem)
+        if self.runner is None:
+            assert self.machine is not None
+            self.runner = opened.enter_context(_open(problem, self.machine))
+            self.runner.start()
+        return MeasuredEvaluator(problem, self.runner)
+
+    def _placers(self, evaluator: Evaluator, limits: Budget) -> list[Placer]:
+        config = self.config
+        chosen = config.chosen
+        if self._team is not None or (self.directory and registry.has_learned(self.directory)):
+            # What one process can compute in this time says nothing of many, nor of a run that
+            # goes on.
+            chosen = registry.Chosen(chosen.names)
+        placers = registry.make(
+            chosen, self.problem, seed=config.seed, seconds=limits.seconds,
+            trials=limits.trials, learners=config.learner, policy=config.policy,
+            cheap=evaluator.cheap, noise=evaluator.noise,
+        )  # fmt: skip
+        return placers if self._team is None else self._team.distributed(placers)
+
+    # --- the two kinds of search -----------------------------------------------------------------
+
+    def _simulated(self, evaluator: Evaluator, bounds: LowerBounds) -> Result:
+        placers = self._placers(evaluator, self.config.limits)
+        if evaluator.cheap:
+            # The first evaluation compiles the simulator, which is nobody's search time.
+            evaluator.evaluate([Placement.of(self.problem, self.problem.allowed.argmax(axis=1))])
+        started = time.monotonic()
+        with self._journal() as journal:
+            progress = search(
+                placers, evaluator, self.config.limits, journal=journal, seed=self.config.seed,
+                observe=self.observe, stop=self.stop, directory=self.directory,
+            )  # fmt: skip
+        best: Trial | None = None
+        for result in progress.results():
+            if result.best is not None and result.best.measurement.ok:
+                best = better(best, result.best)
+        # What a placer proved may be better than the general bounds.
+        bound = max(bounds.best, *(placer.notes.lower_bound_seconds for placer in placers))
+        if best is not None:  # proofs and simulation round differently in the last digits
+            bound = min(bound, best.measurement.mean_seconds)
+        return Result(
+            problem=self.problem,
+            best=best,
+            methods=tuple(progress.results()),
+            lower_bound_seconds=bound,
+            seconds=time.monotonic() - started,
+            seed=self.config.seed,
+            interrupted=self.stop(),
+            fault=progress.fault,
+        )
+
+    def _measured(self, evaluator: Evaluator) -> Result:
+        """Real runs, between the references and the final. The budget is for all of it."""
+        with contextlib.ExitStack() as opened:
+            real = RealRuns(
+                self.problem, evaluator, self.config, observe=self.observe, stop=self.stop,
+                journal=opened.enter_context(self._journal()),
+            )  # fmt: skip
+            real.find_references()
+            rounds = None
+            if self.evaluate == BOTH:
+                metrics = None
+                if self.directory is not None:
+                    metrics = opened.enter_context(MetricsLog(self.directory))
+                rounds = Rounds(
+                    real=real, config=self.config, runner=self.runner, directory=self.directory,
+                    metrics=metrics,
+                )  # fmt: skip
+                rounds.prepare()
+            real.measure(real.unmeasured_references())
+            if rounds is None:
+                self._search_real(real)
+            else:
+                rounds.run()
+            real.final()
+            if rounds is not None and real.finals.means:
+                # Those are the times that count: what is drawn of the answer should agree with
+                # them.
+                rounds.correct()
+            found = None if rounds is None else rounds.found()
+            return real.result(self.evaluate, found)
+
+    def _search_real(self, real: RealRuns) -> None:
+        limits = real.before_the_final()
+        if limits is None:
+            return
+        placers = self._placers(real.evaluator, limits)
+        found = search(
+            placers, real.evaluator, limits, journal=real, seed=real.seed, observe=self.observe,
+            stop=real.stop, directory=self.directory,
+        )  # fmt: skip
+        real.credit(found)
+        real.favourites = [p for placer in placers for p in placer.notes.favourites]
+
+
+# --- what is asked for, before a model is read ---------------------------------------------------
+
+
+def wanted_in(config: SearchConfig, directory: str | Path | None) -> How | None:
+    """How placements are to be tried: as the config says, or as the run in the directory began; its
+    journal's times are of one kind. None where neither says."""
+    wanted = config.evaluate
+    if directory is None or not (Path(directory) / JOURNAL_FILE).is_file():
+        return wanted
+    began = began_with(directory)
+    if wanted is not None and began not in (None, wanted):
+        raise SearchError(f"{directory}: began with {began}; it cannot go on with {wanted}")
+    if wanted is None and began is None:
+        raise SearchError(f"{directory}: does not say how it began ({RUN_FILE}); give evaluate")
+    return wanted or began
+
+
+def needs_program(
+    source: object,
+    cluster: Cluster,
+    config: SearchConfig,
+    *,
+    run: RunConfig | None = None,
+    team: TeamConfig | None = None,
+    directory: str | Path | None = None,
+) -> bool:
+    """Whether a model has to be read so that it can be run, and not only placed.
+
+    Raises where real runs are asked for on a cluster that is not at hand: reading takes a while.
+    """
+    wanted = wanted_in(config, directory)
+    if wanted is not None:
+        backend = None if wanted == SIMULATE else backends.backend_of(source)
+        reason = "" if backend is None else backend.why_not_here(cluster, run)
+        if reason:
+            raise ClusterError(
+                f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
+                "('placewright devices' shows what can)"
+            )
+        return wanted != SIMULATE
+    if config.limits.seconds is None or team is not None or cluster.num_devices < 2:
+        return False
+    return not backends.why_not_run(source, cluster, run)
+
+
+def unaffordable(problem: Problem, budget: Budget) -> str:
+    """Why real runs, which nobody asked for, would take too long or too much memory; empty when
+    they would not."""
+    singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+    measurements = SimulatedEvaluator(problem).evaluate(singles)
+    fastest = min(measurement.mean_seconds for measurement in measurements)
+    largest = max(sum(measurement.peak_bytes) for measurement in measurements)
+    if not enough_for(budget, fastest, RunConfig.steps):
+        return "the budget gives no time to measure ten placements of this model"
+    # Every device keeps the variables of the placements before.
+    if problem.num_devices * largest > Cluster.load("local").devices[0].memory_bytes / 2:
+        return "the model may not fit this machine's memory"
+    return ""
+
+
+def enough_for(budget: Budget, step_seconds: float, steps: int) -> bool:
+    """Whether a budget is worth measuring with: time for ten placements, at the simulated speed.
+
+    A budget of trials alone says nothing about time: thousands of them take seconds in the
+    simulator and hours on real devices.
+    """
+    if budget.seconds is None:
+        return False
+    return 10 * (1.0 + steps * step_seconds) <= budget.seconds
+
+
+def _open(problem: Problem, machine: Machine) -> Runner:
+    return backends.runner(machine.program, problem.cluster, machine.config, feeds=machine.feeds)
+
+
+def _measuring(problem: Problem, machine: Machine) -> Evaluator:
+    """In a worker's process: a runner that lives as long as the worker does."""
+    runner = _open(problem, machine)
+    runner.start()
+    return MeasuredEvaluator(problem, runner)
+
+
+# --- the call ------------------------------------------------------------------------------------
+
+_OF_SEARCH = frozenset(entry.name for entry in fields(SearchConfig))
+_OF_TEAM = frozenset(entry.name for entry in fields(TeamConfig))
+
+
+def place(
+    model: object,
+    cluster: Cluster | str = "local",
+    config: SearchConfig | None = None,
+    *,
+    constraints: Constraints | None = None,
+    directory: str | Path | None = None,
+    run: RunConfig | None = None,
+    feeds: Mapping[str, Array] | None = None,
+    team: TeamConfig | None = None,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    **settings: Any,
+) -> Result:
+    """Searches for a fast placement of a model on a cluster.
+
+        place("inception_v3", "k80x4", budget="5m")
+        place(model, "local", evaluate="simulate+measure", budget=600, workers=2)
+
+    Args:
+        model: what to place, or what `load` takes; or a whole `Problem` (`make_problem` makes one
+            with a grouping and costs of your own), which brings its cluster and constraints.
+        cluster: a `Cluster`, the name of a preset, or a file.
+        config: what searches, how long, and how placements are tried.
+        constraints: what to pin, forbid or keep together.
+        directory: where to record every trial and save the result. A directory that holds a run of
+            the same problem is continued; one of another problem is refused.
+        run: settings of real runs.
+        feeds: inputs of real runs by name; made up when not given.
+        team: how many processes to search with, on Ray; by default this one alone.
+        observe: called with the progress after every batch.
+        settings: fields of `SearchConfig` (`method`, `budget`, `trials`, `seed`, `evaluate`,
+            `learner`, `policy`, ...) or of `TeamConfig` (`workers`, `controllers`, ...), which go
+            before those in `config` and `team`.
+    """
+    unknown = sorted(settings.keys() - _OF_SEARCH - _OF_TEAM)
+    if unknown:
+        raise SearchError(
+            f"place() has no setting {unknown[0]!r}; there are "
+            f"{', '.join(sorted(_OF_SEARCH | _OF_TEAM))}"
+        )
+    of_search = {name: value for name, value in settings.items() if name in _OF_SEARCH}
+    of_team = {name: value for name, value in settings.items() if name in _OF_TEAM}
+    config = replace(config or SearchConfig(), **of_search)
+    if of_team:
+        team = replace(team or TeamConfig(), **of_team)
+    machine = None
+    if isinstance(model, Problem):
+        problem = model
+    else:
+        cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
+        program: Program | None = None
+        if needs_program(model, cluster, config, run=run, team=team, directory=directory):
+            program = backends.load_program(model)
+            machine = Machine(program, run, feeds)
+        graph = backends.load(model) if program is None else program.graph
+        problem = make_problem(graph, cluster, constraints=constraints)
+    session = Session(
+        problem, config, machine=machine, team=team, directory=directory, observe=observe
+    )
+    result = session.run()
+    if directory is not None:
+        result.save(directory)
+    return result

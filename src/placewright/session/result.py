@@ -1,0 +1,208 @@
+"""What a search found: to look at, to save, and to put into the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placewright._version import VERSION
+from placewright.backends import Plan, target_backend
+from placewright.errors import SearchError
+from placewright.files import write_json
+from placewright.measurement import Trial
+from placewright.placement import Placement
+from placewright.problem import Problem
+from placewright.session.config import SIMULATE, How
+from placewright.session.directory import (
+    COSTS_FILE,
+    PROBLEM_FILE,
+    check_directory,
+    make_directory,
+)
+from placewright.session.finals import Comparison
+from placewright.session.search import MethodResult
+from placewright.simulator import Simulator
+
+if TYPE_CHECKING:
+    from placewright.calibration import Calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search found, and how it compares."""
+
+    problem: Problem
+    best: Trial | None
+    """The fastest placement that ran; None when none did."""
+    methods: tuple[MethodResult, ...]
+    """In the order they ran."""
+    lower_bound_seconds: float
+    """No placement can be faster than this."""
+    seconds: float
+    """How long the search took."""
+    seed: int
+    evaluate: How = SIMULATE
+    """How placements were tried."""
+    interrupted: bool = False
+    fault: str = ""
+    """What broke the measuring itself, where that ended the search before its budget did."""
+    calibration: Calibration | None = None
+    """What was found out about the costs on the way, where that was."""
+    comparisons: tuple[Comparison, ...] = ()
+    """The answer against the best single device and the expert's placement, measured in turns."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the times are of real runs. What is proven in the simulator does not hold for
+        those, so that the lower bound is 0."""
+        return self.evaluate != SIMULATE
+
+    @property
+    def placement(self) -> Placement:
+        if self.best is None:
+            raise SearchError(self.why_none())
+        return self.best.placement
+
+    @property
+    def step_seconds(self) -> float:
+        if self.best is None:
+            raise SearchError(self.why_none())
+        return self.best.measurement.mean_seconds
+
+    @property
+    def trials(self) -> int:
+        return sum(result.trials for result in self.methods)
+
+    @property
+    def best_single(self) -> Trial | None:
+        """The fastest placement with everything on one device, where that was tried and ran."""
+        for result in self.methods:
+            if result.method == "single" and result.best is not None and result.best.measurement.ok:
+                return result.best
+        return None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over the best single device."""
+        single = self.best_single
+        return single.measurement.mean_seconds / self.step_seconds if single and self.best else None
+
+    @property
+    def gap(self) -> float:
+        """By what share the answer could still be improved at most: 0.2 for 20%."""
+        return 1.0 - self.lower_bound_seconds / self.step_seconds
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each method, as in `summary.json` and `placewright compare --json`."""
+        return [row(result) | {"main_device": self._main_device(result)} for result in self.methods]
+
+    def _main_device(self, result: MethodResult) -> str | None:
+        if result.best is None:
+            return None
+        return self.problem.cluster.device_names[result.best.placement.main_device]
+
+    def __repr__(self) -> str:
+        step = f"{self.step_seconds:.6g} s" if self.best else "nothing ran"
+        where = f"{self.problem.graph.name} on {self.problem.cluster.name}"
+        return f"<Result: {where}, {step}, {self.trials} trials>"
+
+    def why_none(self) -> str:
+        reasons = [f"{m.method}: {m.why_not}" for m in self.methods if m.why_not]
+        failed = next((m.best for m in self.methods if m.best is not None), None)
+        if failed is not None:
+            reasons.insert(0, f"for example {failed.measurement.reason}")
+        return f"none of the {self.trials} placements tried ran; {'; '.join(reasons)}"
+
+    def placement_by_op(self) -> dict[str, str]:
+        """Op name -> device name of the best placement."""
+        names = self.problem.cluster.device_names
+        devices = self.placement.devices[self.problem.grouping.group_of].tolist()
+        return {
+            op: names[device]
+            for op, device in zip(self.problem.graph.op_names, devices, strict=True)
+        }
+
+    def apply(self, target: Any, devices: Mapping[str, str] | None = None) -> Any:
+        """Puts the best placement into a model that the problem was made from.
+
+        Args:
+            target: of TensorFlow, a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of
+                which a copy is returned; or a `tf.function` or ConcreteFunction, for which a new
+                ConcreteFunction is returned that works on the same variables.
+            devices: the framework's names of the cluster's devices, where they are not
+                `/device:GPU:0` for `gpu:0` and the like.
+        """
+        backend = target_backend(target)
+        placed = self.placement_by_op()
+        used = set(placed.values())
+        # A table of the whole cluster is welcome, whatever of it the placement uses.
+        spare = set(self.problem.cluster.device_names) - used
+        given = {name: text for name, text in (devices or {}).items() if name not in spare}
+        names = backend.device_names(sorted(used), given)
+        plan = Plan(device_of={op: names[device] for op, device in placed.items()})
+        return backend.apply(target, plan)
+
+    def summary(self, command: str = "") -> dict[str, Any]:
+        best = self.best.measurement if self.best else None
+        return {
+            "model": self.problem.graph.name,
+            "cluster": self.problem.cluster.name,
+            "devices": list(self.problem.cluster.device_names),
+            "memory_bytes": [d.memory_bytes for d in self.problem.cluster.devices],
+            "space": self.problem.space.fingerprint,
+            "problem": self.problem.fingerprint,
+            "version": VERSION,
+            "command": command,
+            "seed": self.seed,
+            "interrupted": self.interrupted,
+            "fault": self.fault,
+            "evaluate": self.evaluate,
+            "measured": self.measured,
+            "outcome": best.outcome.value if best else "no placement ran",
+            "method": self.best.placer if self.best else None,
+            "step_seconds": best.mean_seconds if best else None,
+            "half_width_seconds": best.half_width_seconds if best else None,
+            "peak_bytes": list(best.peak_bytes) if best else None,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "speed_up_over_single": self.speed_up,
+            "comparisons": [asdict(comparison) for comparison in self.comparisons],
+            "trials": self.trials,
+            "search_seconds": self.seconds,
+            "methods": self.table,
+        }
+
+    def save(self, directory: str | Path, command: str = "") -> None:
+        """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
+        reports are made (the journal is there already when the search was given the directory), and
+        `costs.json` where costs were measured, under which the trace is then drawn."""
+        folder = Path(directory)
+        check_directory(folder, self.problem)
+        make_directory(folder)
+        if not (folder / PROBLEM_FILE).exists():
+            self.problem.save(folder / PROBLEM_FILE)
+        if self.best is not None:
+            self.best.placement.save(folder / "placement.json", self.problem)
+            under = self.problem
+            if self.calibration is not None:
+                self.calibration.save(folder / COSTS_FILE, self.problem.graph)
+                under = self.calibration.problem(self.problem)
+            timeline = Simulator(under).timeline(self.best.placement)
+            write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
+        write_json(folder / "summary.json", self.summary(command), SearchError)
+
+
+def row(result: MethodResult) -> dict[str, Any]:
+    measurement = result.best.measurement if result.best else None
+    ok = measurement is not None and measurement.ok
+    return {
+        "method": result.method,
+        "step_seconds": measurement.mean_seconds if measurement and ok else None,
+        "outcome": measurement.outcome.value if measurement else "nothing proposed",
+        "peak_bytes": list(measurement.peak_bytes) if measurement else None,
+        "reason": measurement.reason if measurement else result.why_not,
+        "trials": result.trials,
+        "search_seconds": result.seconds,
+    }

@@ -1,0 +1,247 @@
+"""Searches in the simulator, measures what looks best, corrects the simulator, and again.
+
+A real run takes seconds, a simulated one a millisecond or less. So the simulator does the
+searching, and the machine has the last word: the answer is a placement that was measured, in turns
+with what it is compared with, so that whatever else the machine did hit all alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from placewright import methods as registry
+from placewright.backends.base import Runner
+from placewright.budget import Budget
+from placewright.calibration import (
+    LINK_BYTES,
+    Calibration,
+    corrected,
+    measure_links,
+    op_table,
+)
+from placewright.cluster import Cluster
+from placewright.costs import Source
+from placewright.errors import WorkerError
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.measurement import Trial
+from placewright.placement import Placement, everything_on
+from placewright.placers.base import Placer
+from placewright.problem import Problem
+from placewright.session.config import SearchConfig
+from placewright.session.directory import COSTS_FILE
+from placewright.session.metrics import MetricsLog
+from placewright.session.real import RealRuns
+from placewright.session.search import Progress, search
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 2000
+
+_START_SECONDS = 6.0
+"""What it takes to start the devices' processes, about."""
+
+_LINK_RUN_SECONDS = 0.7
+"""What timing a link with one size of tensor takes, about."""
+
+
+class Best:
+    """The fastest simulated placements of a search, and who proposed them."""
+
+    def __init__(self, known: Sequence[Trial] = ()) -> None:
+        self.trials = known
+        """What was measured, and so keeps its measured time."""
+        self.seconds: dict[Placement, float] = {}
+        self.found_by: dict[Placement, str] = {}
+
+    def append(self, trials: Sequence[Trial]) -> None:
+        for trial in trials:
+            if trial.measurement.ok:
+                self.seconds[trial.placement] = trial.measurement.mean_seconds
+                self.found_by[trial.placement] = trial.placer
+        if len(self.seconds) > 4 * _REMEMBERED:
+            self.seconds = {p: self.seconds[p] for p in self.ordered()[:_REMEMBERED]}
+            self.found_by = {p: self.found_by[p] for p in self.seconds}
+
+    def ordered(self) -> list[Placement]:
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+
+@dataclass(kw_only=True)
+class Rounds:
+    """Turns of simulating and measuring; its trials are real runs."""
+
+    real: RealRuns
+    config: SearchConfig
+    runner: Runner | None
+    """For the links; None where workers measure, whose links are then taken to be as the cluster
+    describes them until step times correct them."""
+    directory: Path | None = None
+    metrics: MetricsLog | None = None
+    placers: dict[str, Placer] = field(default_factory=dict)
+    """Of the last search in the simulator, by method."""
+    calibration: Calibration | None = None
+
+    def prepare(self) -> None:
+        """The costs that a run which goes on had come to, or those of traced runs."""
+        self.calibration = self._begun() or self._calibrate()
+
+    def run(self) -> None:
+        real = self.real
+        while not real.stop() and real.runs_left >= real.runs_reserved + 1:
+            if not self._round():
+                break  # nothing new to measure
+            self.correct()
+
+    # --- costs ---
+
+    def _begun(self) -> Calibration | None:
+        path = None if self.directory is None else self.directory / COSTS_FILE
+        if path is None or not self.real.progress.resumed or not path.is_file():
+            return None
+        return Calibration.load(path, self.real.problem)
+
+    def _kept(self, calibration: Calibration) -> Calibration:
+        """Writes it down: also a run that is killed is looked at and goes on under its costs."""
+        if self.directory is not None and self._says_anything(calibration):
+            calibration.save(self.directory / COSTS_FILE, self.real.problem.graph)
+        return calibration
+
+    def _says_anything(self, calibration: Calibration) -> bool:
+        """Not so where no device could run the model alone, and nothing was fitted yet."""
+        timed = bool((calibration.table.source == Source.TABLE).any())
+        return timed or calibration.cluster != self.real.problem.cluster
+
+    def _calibrate(self) -> Calibration:
+        """Single devices are traced: that is where the costs of ops come from."""
+        problem = self.real.problem
+        if self.runner is not None:
+            self.runner.start()  # its time is none of the first run's
+        singles = [everything_on(problem, device) for device in range(problem.num_devices)]
+        runs = self.real.measure(
+            [(single, "single") for single in dict.fromkeys(singles)],
+            traces=self.config.rounds.traces,
+        )
+        traced = {
+            device: runs[single]
+            for device, single in enumerate(singles)
+            if single in runs and runs[single].trace is not None
+        }
+        table = op_table(problem, traced)
+        found = Calibration(table=table, cluster=self._with_timed_links())
+        # What was stopped in the middle is not kept: who goes on with the run begins this anew.
+        return self._kept(found) if all(single in runs for single in singles) else found
+
+    def _with_timed_links(self) -> Cluster:
+        cluster, runner = self.real.problem.cluster, self.runner
+        if runner is None or cluster.links != runner.cluster.links or not self._time_for_links():
+            return cluster
+        try:
+            cluster = measure_links(runner, cluster)
+        except WorkerError as fault:
+            logger.warning("links are taken to be as the cluster says: %s", fault)
+        with contextlib.suppress(WorkerError):  # the next run tries again, and says what is wrong
+            runner.start()  # now: no run is to blame for the time it takes
+        return cluster
+
+    def _time_for_links(self) -> bool:
+        """Whether the budget is worth timing the links first."""
+        real, cluster = self.real, self.real.problem.cluster
+        # Only whole routes can be timed, not ways to a switch.
+        links = sum(set(link.pairs[0]) <= set(cluster.device_names) for link in cluster.links)
+        if not links or not real.run_seconds or real.stop():
+            return False
+        # The processes for the links are others, and those of the model start again after that.
+        runs = 1 + links * (1 + len(LINK_BYTES))
+        takes = 2 * _START_SECONDS + runs * _LINK_RUN_SECONDS
+        return takes <= self.config.rounds.links_share * real.runs_left * real.run_seconds
+
+    def correct(self) -> None:
+        """Fits the costs to all that was measured so far."""
+        real = self.real
+        assert self.calibration is not None
+        known = {p: real.pooled(p).mean_seconds for p in real.samples if real.pooled(p).ok}
+        if len(known) >= 3:
+            self.calibration = self._kept(
+                corrected(real.problem, self.calibration, list(known), list(known.values()))
+            )
+
+    def found(self) -> Calibration | None:
+        """What was found out about costs, where that is anything."""
+        calibration = self.calibration
+        return calibration if calibration and self._says_anything(calibration) else None
+
+    # --- candidates ---
+
+    def _round(self) -> bool:
+        """Searches in the simulator and measures what it found; False when that is nothing new."""
+        real = self.real
+        new = self._candidates()
+        best = real.best_placements(1)
+        measured = real.measure(new, leave=real.runs_reserved)
+        # In turns with the best so far, whose time is the one that counts.
+        if measured and best and best[0] not in dict(new):
+            real.measure([(best[0], "")], leave=real.runs_reserved)
+        return bool(measured)
+
+    def _candidates(self) -> list[tuple[Placement, str]]:
+        real, rounds = self.real, self.config.rounds
+        assert self.calibration is not None
+        under = self.calibration.problem(real.problem)
+        budget = Budget(seconds=self._simulate_seconds())
+        simulated = Best(
+            [
+                Trial(placement=p, measurement=real.pooled(p), placer="measured", seed=real.seed)
+                for p in real.samples
+            ]
+        )
+        search(
+            self._placers(under, budget), SimulatedEvaluator(under), budget, journal=simulated,
+            seed=real.seed, observe=self._watch, stop=real.stop,
+        )  # fmt: skip
+        apart = max(1, round(rounds.distance * real.problem.num_groups))
+        chosen: dict[Placement, str] = {}
+        for placement in simulated.ordered():
+            near = any(np.sum(placement.devices != other.devices) < apart for other in chosen)
+            if placement not in real.samples and not near:
+                chosen[placement] = simulated.found_by[placement]
+            if len(chosen) == rounds.candidates:
+                break
+        return list(chosen.items())
+
+    def _placers(self, under: Problem, budget: Budget) -> list[Placer]:
+        """Made anew under the costs as they are now; those that learn go on with what they have
+        learned."""
+        # As if asked for: those that learn go on in later rounds, so this one is not all they have.
+        names = self.config.chosen.names
+        made = registry.make(
+            names,
+            under,
+            seed=self.real.seed + self.real.progress.trials,
+            seconds=budget.seconds,
+            learners=self.config.learner,
+            policy=self.config.policy,
+            previous=self.placers,
+        )
+        self.placers = dict(zip(names, made, strict=True))
+        return made
+
+    def _watch(self, simulating: Progress) -> None:
+        """Lets the watcher of the whole see who searches, and how learning goes."""
+        progress = self.real.progress
+        progress.placer = simulating.placer
+        for name, record in simulating.metrics_of.items():
+            progress.metrics_of[name] = record
+            if self.metrics is not None:
+                self.metrics.append(name, progress.trials, progress.elapsed_seconds, record)
+        self.real.observe(progress)
+
+    def _simulate_seconds(self) -> float:
+        real, rounds = self.real, self.config.rounds
+        left = real.seconds_left - real.runs_reserved * real.run_seconds
+        return max(1.0, min(rounds.simulate_seconds, rounds.simulate_share * left))

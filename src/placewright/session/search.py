@@ -1,0 +1,383 @@
+"""The loop: ask a placer, have it tried, tell it what came of it, until the budget is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from placewright.budget import BATCH, Budget
+from placewright.errors import WorkerError
+from placewright.evaluators.base import Evaluator, Request
+from placewright.measurement import Measurement, Trial, better
+from placewright.placement import Placement
+from placewright.placers.base import Placer
+from placewright.session.metrics import MetricsLog
+
+_EACH = 4
+"""Placements asked for at a time for each that are tried at the same time, where each takes long:
+who is quick need not wait for who is slow. Where only one is tried at a time it is recorded before
+the next begins, so that nothing that was paid for is lost."""
+
+_MOST_IDLE = 100 * BATCH
+"""After so many proposals that were all tried before (and twice as many as the journal of a resumed
+run can explain), a placer is done: on a small problem a random one would otherwise never use up a
+budget of trials, nor would a learned one that always proposes the same."""
+
+_MOST_TOLD = 20_000
+"""Of the trials before it, a placer is told of the best so many at most, to bound the memory."""
+
+_CHECKPOINT_SECONDS = 10.0
+"""How often placers are given the occasion to write a checkpoint."""
+
+_MOST_REMEMBERED = 100_000
+"""Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
+memory of a long search."""
+
+_POLL_SECONDS = 0.02
+"""How long to wait for answers before a placer that computes elsewhere is asked again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """What one method found."""
+
+    method: str
+    best: Trial | None
+    """Its fastest trial, or a failed one when none ran; None when it proposed nothing."""
+    trials: int
+    why_not: str = ""
+    """Why it proposed nothing, where it says so."""
+    seconds: float
+    """Time it took, finding and evaluating placements together."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a search stands; given to the observer after every batch."""
+
+    budget: Budget
+    started: float
+    trials: int = 0
+    resumed: int = 0
+    """How many of the trials came from the journal."""
+    placer: str = ""
+    best: Trial | None = None
+    best_of: dict[str, Trial] = field(default_factory=dict)
+    trials_of: dict[str, int] = field(default_factory=dict)
+    seconds_of: dict[str, float] = field(default_factory=dict)
+    why_not_of: dict[str, str] = field(default_factory=dict)
+    metrics_of: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The last update of each method that learns."""
+    fault: str = ""
+    """What broke the measuring itself, where that ended the search."""
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def results(self) -> list[MethodResult]:
+        return [
+            MethodResult(
+                method=name,
+                best=self.best_of.get(name),
+                trials=self.trials_of[name],
+                why_not=self.why_not_of.get(name, ""),
+                seconds=self.seconds_of[name],
+            )
+            for name in self.trials_of
+        ]
+
+    def expect(self, name: str) -> None:
+        """Makes room for a method that has no trials yet."""
+        self.trials_of.setdefault(name, 0)
+        self.seconds_of.setdefault(name, 0.0)
+
+    def count(self, trial: Trial) -> None:
+        self.expect(trial.placer)
+        self.trials += 1
+        self.trials_of[trial.placer] += 1
+        self.best = better(self.best, trial)
+        self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
+
+
+class Record(Protocol):
+    """Where trials are written down: a `Journal`, or what keeps one."""
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """Those of before the search."""
+
+    def append(self, trials: Sequence[Trial]) -> None: ...
+
+
+def search(
+    placers: Sequence[Placer],
+    evaluator: Evaluator,
+    budget: Budget,
+    *,
+    journal: Record | None = None,
+    directory: str | Path | None = None,
+    seed: int = 0,
+    observe: Callable[[Progress], None] = lambda progress: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Progress:
+    """Runs the placers one after another, each until it has nothing left to propose.
+
+    What earlier placers (or, on resuming, the journal) tried is told to the later ones, and a
+    placement is never evaluated twice. The trial budget counts the journal's trials, so that a
+    resumed run ends where the whole run would have.
+
+    When the measuring itself breaks (`WorkerError`), what was found so far is the result, and
+    `Progress.fault` says why; without a single trial the error is raised.
+
+    `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
+    its checkpoint repeats what it proposed since, and is answered from the journal.
+    """
+    folder = None if directory is None else Path(directory)
+    loop = _Search(placers, evaluator, budget, journal, folder, seed, observe, stop)
+    try:
+        return loop.run()
+    finally:
+        if loop.metrics is not None:
+            loop.metrics.close()
+
+
+class _Search:
+    """What the turns of the placers have in common."""
+
+    def __init__(
+        self,
+        placers: Sequence[Placer],
+        evaluator: Evaluator,
+        budget: Budget,
+        journal: Record | None,
+        folder: Path | None,
+        seed: int,
+        observe: Callable[[Progress], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        self.placers = placers
+        self.evaluator = evaluator
+        self.budget = budget
+        self.journal = journal
+        self.folder = folder
+        self.seed = seed
+        self.observe = observe
+        self.stop = stop
+        self.progress = progress = Progress(budget=budget, started=time.monotonic())
+        for placer in placers:
+            progress.expect(placer.name)
+        self.known: dict[Placement, Measurement] = {}
+        self.told: list[Trial] = []
+        self.earlier_seconds = 0.0
+        for trial in journal.trials if journal is not None else ():
+            progress.count(trial)
+            # The first one: that is what its placer was told.
+            self.known.setdefault(trial.placement, trial.measurement)
+            self.told.append(trial)
+            took = max(0.0, trial.at_seconds - self.earlier_seconds)
+            progress.seconds_of[trial.placer] += took
+            self.earlier_seconds = max(self.earlier_seconds, trial.at_seconds)
+        progress.resumed = len(self.told)
+        for name, count in progress.trials_of.items():
+            if not count:
+                progress.why_not_of[name] = "the search was over before its turn"
+        # All of them before the first trial: a checkpoint that cannot be used costs no search.
+        self.restored = {
+            placer.name
+            for placer in placers
+            if self.told and folder is not None and placer.restore(folder, self.told)
+        }
+        self.metrics = None if folder is None else MetricsLog(folder, keep=self.restored)
+        self.since: list[Trial] = []
+        self.batch = BATCH
+        if not evaluator.cheap:
+            self.batch = _EACH * evaluator.parallel if evaluator.parallel > 1 else 1
+
+    def run(self) -> Progress:
+        for number, placer in enumerate(self.placers):
+            if self.is_over(math.inf, math.inf):
+                break
+            last = number + 1 == len(self.placers)
+            _Turn(self, placer, self._part(number, placer), last=last).run()
+        return self.progress
+
+    def is_over(self, until_seconds: float, until_trials: float) -> bool:
+        progress, budget = self.progress, self.budget
+        if budget.seconds is not None:
+            until_seconds = min(until_seconds, budget.seconds)
+        if budget.trials is not None:
+            until_trials = min(until_trials, budget.trials)
+        return (
+            bool(progress.fault)
+            or self.stop()
+            or progress.elapsed_seconds >= until_seconds
+            or progress.trials >= until_trials
+        )
+
+    def _part(self, number: int, placer: Placer) -> tuple[float, float]:
+        """Until when, and until how many trials in all, it is this placer's turn. Endless ones
+        share what is left; the others end by themselves."""
+        progress, budget = self.progress, self.budget
+        part = 1.0
+        if placer.endless:
+            others = self.placers[number:]
+            part = placer.share / sum(other.share for other in others if other.endless)
+        until_seconds = until_trials = math.inf
+        if budget.seconds is not None:
+            elapsed = progress.elapsed_seconds
+            until_seconds = elapsed + (budget.seconds - elapsed) * part
+        if budget.trials is not None:
+            until_trials = progress.trials + math.ceil((budget.trials - progress.trials) * part)
+        return until_seconds, until_trials
+
+    def keep(self, trials: Sequence[Trial], *, last: bool) -> None:
+        """Records new trials, also for the placers that come after this one."""
+        if self.journal is not None and trials:
+            self.journal.append(trials)
+        for trial in trials:
+            self.progress.count(trial)
+        if not last:
+            self.since += trials
+            if len(self.since) > 2 * _MOST_TOLD:
+                self.since.sort(key=lambda trial: trial.measurement.mean_seconds)
+                del self.since[_MOST_TOLD:]
+        while len(self.known) > _MOST_REMEMBERED:
+            del self.known[next(iter(self.known))]
+
+
+class _Turn:
+    """One placer's part of a search.
+
+    What a placer asks for is told together, in the order it asked, once all of it is tried: what it
+    proposes then does not depend on who was quick. One that is `waiting` computes elsewhere; it is
+    told as answers come and asked again meanwhile.
+    """
+
+    def __init__(
+        self, every: _Search, placer: Placer, until: tuple[float, float], *, last: bool
+    ) -> None:
+        self.every = every
+        self.placer = placer
+        self.until = until
+        """When its part ends, in seconds and in trials of the search."""
+        self.last = last
+        self.asked: list[Placement] = []
+        """What it was not told of yet."""
+        self.trying: dict[Placement, None] = {}
+        """Those of them that nobody had tried before."""
+        self.idle = 0
+        self.checkpointed = time.monotonic()
+
+    def run(self) -> None:
+        every, placer = self.every, self.placer
+        progress = every.progress
+        progress.placer = placer.name
+        if every.told and placer.name not in every.restored:
+            placer.tell(every.told)
+        if every.since:
+            placer.tell(every.since)
+        most_idle = _MOST_IDLE + 2 * len(every.told)
+        while not every.is_over(*self.until) and self.idle < most_idle:
+            began = time.monotonic()
+            going_on = self._step()
+            progress.seconds_of[placer.name] += time.monotonic() - began
+            if not going_on:
+                break
+            every.observe(progress)
+        if self.trying:
+            every.evaluator.drop()
+        if every.folder is not None:
+            placer.checkpoint(every.folder)
+        progress.why_not_of[placer.name] = placer.notes.why_not
+
+    def _step(self) -> bool:
+        """Asks and tells once; False when the placer is at its end."""
+        every, placer = self.every, self.placer
+        try:
+            if not self._ask():
+                return False
+            self._try()
+        except WorkerError as fault:
+            # Where nothing was ever tried, that is no result but an error.
+            if not every.progress.trials and not any(p in every.known for p in self.trying):
+                raise
+            every.progress.fault = str(fault)
+        answers, new = self._answers()
+        every.keep(new, last=self.last)
+        if answers:
+            best_of = every.progress.best_of
+            for answer in answers:
+                best_of[placer.name] = better(best_of.get(placer.name), answer)
+            placer.tell(answers)
+        self._watch()
+        return True
+
+    def _ask(self) -> bool:
+        """Hands in what the placer wants tried; False when it wants nothing any more."""
+        every, placer = self.every, self.placer
+        room = self.until[1] - every.progress.trials - len(self.trying)
+        asked = placer.ask(int(min(every.batch, room))) if room > 0 else []
+        if not asked:
+            return bool(self.asked) or placer.waiting
+        for placement in asked:
+            placement.check(every.evaluator.problem)
+        new = [p for p in dict.fromkeys(asked) if p not in every.known and p not in self.trying]
+        self.idle = 0 if new else self.idle + len(asked)
+        self.asked += asked
+        self.trying.update(dict.fromkeys(new))
+        every.evaluator.submit([Request(placement) for placement in new])
+        return True
+
+    def _try(self) -> None:
+        every = self.every
+        missing = sum(placement not in every.known for placement in self.trying)
+        while missing:
+            waiting = self.placer.waiting
+            for placement, run in every.evaluator.collect(_POLL_SECONDS if waiting else 1.0):
+                if placement in self.trying and placement not in every.known:
+                    every.known[placement] = run.measurement
+                    missing -= 1
+            if waiting or every.stop():
+                return
+
+    def _answers(self) -> tuple[list[Trial], list[Trial]]:
+        """To what it asked for, as far as there are any, and those that are trials of its own. What
+        others had tried is told as if it had been: that is what it proposed."""
+        every = self.every
+        at_seconds = every.earlier_seconds + every.progress.elapsed_seconds
+        ready = [placement for placement in self.asked if placement in every.known]
+        answers = [
+            Trial(
+                placement=placement, measurement=every.known[placement], placer=self.placer.name,
+                seed=every.seed, at_seconds=at_seconds,
+            )
+            for placement in ready
+        ]  # fmt: skip
+        if len(ready) == len(self.asked) == len(self.trying):  # all of them new, and none twice
+            self.asked, self.trying = [], {}
+            return answers, answers
+        self.asked = [placement for placement in self.asked if placement not in every.known]
+        first = {answer.placement: answer for answer in reversed(answers)}
+        own = [p for p in dict.fromkeys(ready) if p in self.trying]
+        for placement in own:
+            del self.trying[placement]
+        return answers, [first[placement] for placement in own]
+
+    def _watch(self) -> None:
+        """Takes out what there is to see of learning, and gives occasion for a checkpoint."""
+        every, placer = self.every, self.placer
+        progress, metrics = every.progress, placer.notes.metrics
+        seconds = every.earlier_seconds + progress.elapsed_seconds
+        for record in metrics:
+            progress.metrics_of[placer.name] = record
+            if every.metrics is not None:
+                every.metrics.append(placer.name, progress.trials, seconds, record)
+        metrics.clear()
+        due = time.monotonic() - self.checkpointed >= _CHECKPOINT_SECONDS
+        if every.folder is not None and due and placer.checkpoint(every.folder):
+            self.checkpointed = time.monotonic()
