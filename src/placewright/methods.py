@@ -160,7 +160,7 @@ def _learned(settings: Settings) -> Placer:
         settings.problem,
         config,
         name=settings.name,
-        seed=settings.seed,
+        seed=previous.seed if previous else settings.seed,
         policy=None if settings.policy is None or previous else Policy.load(settings.policy),
         teachers=() if previous else teachers(settings.problem, seed=settings.seed),
         polisher=polisher,
