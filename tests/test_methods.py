@@ -97,9 +97,7 @@ def learner_of(text: str, seconds: float | None, name: str = "ppo", **settings: 
     """That of these methods, on a graph whose updates take some time."""
     problem = make_problem(layered_graph(24, 4), gpu_boards(4))
     chosen = methods.parse(text)
-    placers = methods.make(
-        chosen.names, problem, seconds=seconds, unasked=chosen.unasked, **settings
-    )
+    placers = methods.make(chosen, problem, seconds=seconds, **settings)
     return placers[chosen.names.index(name)]
 
 

@@ -14,14 +14,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import regex
 
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
-from placewright.graph import DisjointSets, FloatArray, Graph, IndexArray, ScopeRule, frozen
+from placewright.graph import (
+    DisjointSets,
+    FloatArray,
+    Graph,
+    IndexArray,
+    IntArray,
+    ScopeRule,
+    frozen,
+)
 from placewright.patterns import searcher
 
 FORMAT = "placewright-grouping/1"
@@ -369,15 +377,41 @@ def _op_weights(graph: Graph) -> FloatArray:
     return np.asarray(1e-5 + np.maximum(flops, moved), dtype=np.float64)
 
 
-def _group_edges(graph: Graph, grouping: Grouping) -> dict[tuple[int, int], float]:
-    """(src, dst) -> bytes, between different groups."""
+class GroupEdges(NamedTuple):
+    """The E edges of a graph that lead from one group to another."""
+
+    src: IntArray
+    """[E] the group an edge comes from."""
+    dst: IntArray
+    """[E] the group it leads to."""
+    bytes: IntArray
+    """[E] of the tensor it carries, 0 for a control edge."""
+    transfers: IntArray
+    """[T] those of them that count if all groups are on different devices: a tensor goes once to
+    each group that uses it, an op's completion likewise. In the order of what they carry."""
+
+
+def edges_between(graph: Graph, grouping: Grouping) -> GroupEdges:
+    """Which groups exchange tensors."""
     src = grouping.group_of[graph.edge_src].astype(np.int64)
     dst = grouping.group_of[graph.edge_dst].astype(np.int64)
-    outside = src != dst
-    key = src[outside] * grouping.num_groups + dst[outside]
-    keys, inverse = np.unique(key, return_inverse=True)
+    outside = np.flatnonzero(src != dst)
+    # Control edges carry the op's completion: one more thing an op hands out, of no bytes.
+    item = np.where(
+        graph.edge_tensor >= 0, graph.edge_tensor, graph.num_tensors + graph.edge_src
+    ).astype(np.int64)
+    src, dst, item = src[outside], dst[outside], item[outside]
+    _, first = np.unique(item * grouping.num_groups + dst, return_index=True)
+    return GroupEdges(src, dst, graph.edge_bytes[outside], first)
+
+
+def _group_edges(graph: Graph, grouping: Grouping) -> dict[tuple[int, int], float]:
+    """(src, dst) -> bytes of all edges from one group to another."""
+    edges = edges_between(graph, grouping)
+    pairs = edges.src * grouping.num_groups + edges.dst
+    keys, inverse = np.unique(pairs, return_inverse=True)
     totals = np.zeros(len(keys))
-    np.add.at(totals, inverse, graph.edge_bytes[outside])
+    np.add.at(totals, inverse, edges.bytes)
     return {
         divmod(k, grouping.num_groups): total
         for k, total in zip(keys.tolist(), totals.tolist(), strict=True)

@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -154,13 +154,14 @@ def _learned(settings: Settings) -> Placer:
     if declined is not None:
         return declined
     previous = settings.previous
-    if not isinstance(previous, Learner) or not _same_space(previous.problem, settings.problem):
+    space = settings.problem.space.fingerprint
+    if not isinstance(previous, Learner) or previous.problem.space.fingerprint != space:
         previous = None
     learner = Learner(
         settings.problem,
         config,
         name=settings.name,
-        seed=settings.seed,
+        seed=previous.seed if previous else settings.seed,
         policy=None if settings.policy is None or previous else Policy.load(settings.policy),
         teachers=() if previous else teachers(settings.problem, seed=settings.seed),
         polisher=polisher,
@@ -169,13 +170,6 @@ def _learned(settings: Settings) -> Placer:
     if polisher is not None:
         learner.share = _SHARE_BESIDE_LOCAL_SEARCH
     return learner
-
-
-def _same_space(one: Problem, other: Problem) -> bool:
-    """Whether a placement of one is one of the other, whatever it costs."""
-    return (one.graph, one.grouping, one.cluster.device_names) == (
-        other.graph, other.grouping, other.cluster.device_names,
-    )  # fmt: skip
 
 
 def _declined(settings: Settings, config: ResolvedConfig) -> Placer | None:
@@ -344,7 +338,7 @@ def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def make(
-    names: Sequence[str],
+    methods: Chosen | Sequence[str],
     problem: Problem,
     *,
     seed: int = 0,
@@ -354,13 +348,12 @@ def make(
     policy: str | Path | None = None,
     cheap: bool = True,
     noise: float = 0.0,
-    unasked: Collection[str] = (),
     previous: Mapping[str, Placer] | None = None,
 ) -> list[Placer]:
-    """The placers of these names, in order.
+    """The placers of these methods, in order; those that are only named are all asked for.
 
     `learners` says how the learned methods learn: one config for the learned method among them, or
-    one by name; `unasked` are those that only `auto` brought. Where costs were corrected,
+    one by name. Where costs were corrected,
     `previous` are the placers under the old ones: a policy goes on with what it has learned, as
     long as graph, grouping and devices are the same; everything else is made anew.
     """
@@ -370,15 +363,16 @@ def make(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
         cheap=cheap, noise=noise,
     )  # fmt: skip
+    chosen = methods if isinstance(methods, Chosen) else Chosen(tuple(methods))
     placers: tuple[Placer, ...] = ()
     # From the last to the first, as a learner polishes with a local search that comes after it.
-    for name in reversed(names):
+    for name in reversed(chosen.names):
         made = METHODS[name].make(
             replace(
                 settings,
                 name=name,
                 learner=learners.get(name) if isinstance(learners, Mapping) else learners,
-                unasked=name in unasked,
+                unasked=name in chosen.unasked,
                 previous=(previous or {}).get(name),
                 later=placers,
             )

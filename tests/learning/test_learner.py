@@ -15,9 +15,11 @@ from placewright.errors import LearningError
 from placewright.evaluators.simulated import Noise, SimulatedEvaluator
 from placewright.graph import frozen
 from placewright.journal import Journal
+from placewright.learning.checkpoints import FORMAT
 from placewright.learning.config import PPO, REINFORCE, LearnerConfig, PolicyConfig, configured
-from placewright.learning.learner import FORMAT, Learner
+from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy
+from placewright.learning.polishing import ExactPolishing
 from placewright.learning.tensors import read_tensors, write_tensors
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
@@ -142,9 +144,9 @@ def test_the_published_gradient_is_reward_minus_baseline_times_the_score() -> No
     asked = learner.ask(8)
     learner._answers[:] = [Measurement(outcome=Outcome.OK, step_seconds=(t,)) for t in times]
     batch = learner.batch()
-    found = learner.gradients(batch)
+    found = learner.algorithm.gradients(batch, [])
     rewards = torch.tensor([-math.sqrt(t) for t in times])
-    logp, _ = learner.policy.score(learner._x, batch.actions_KG)
+    logp, _ = learner.policy.score(learner.algorithm.x, batch.actions_KG)
     loss = -((rewards + 10.0) * logp.sum(dim=1)).mean()  # the baseline is still -sqrt(100)
     parameters = dict(learner.policy.named_parameters())
     expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -181,7 +183,7 @@ def test_where_times_are_noisy_it_finds_better_than_by_believing_them() -> None:
         search(
             [learner], SimulatedEvaluator(problem, Noise(steps=1, seed=seed)), Budget(trials=500)
         )
-        elites = learner.notes.favourites or [elite.placement for elite in learner._elites]
+        elites = learner.notes.favourites or [elite.placement for elite in learner._elites.best]
         return float(np.mean([m.mean_seconds for m in exact.evaluate(elites)]))
 
     believing = [found(SMALL, seed) for seed in range(2)]
@@ -219,7 +221,7 @@ def test_lucky_times_after_an_update_do_not_make_a_favourite() -> None:
     (lucky,) = learner.ask(1)
     measurement = Measurement(outcome=Outcome.OK, step_seconds=(0.8,))
     learner.tell([Trial(placement=lucky, measurement=measurement, placer="learner")])
-    assert all(elite.placement != lucky for elite in learner._elites)
+    assert all(elite.placement != lucky for elite in learner._elites.best)
     assert len(learner.notes.favourites) == SMALL.elites
 
 
@@ -242,8 +244,8 @@ def test_imitation_makes_the_imitated_placement_likelier() -> None:
 
     def likelihood() -> float:
         assert told.best is not None
-        actions = learner._actions(told.best.placement.devices)[None]
-        return learner.policy.score(learner._x, actions)[0].sum().item()
+        actions = learner.algorithm.actions([told.best.placement])
+        return learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
 
     before = likelihood()
     learner.tell([told.best])
@@ -285,8 +287,8 @@ def test_polishing_improves_on_the_samples_and_is_imitated() -> None:
     for name, config in (("imitates", replace(SMALL, polish=32)), ("does not", SMALL)):
         learner = _learner(problem, config)
         search([learner], evaluator, budget)
-        actions = learner._actions(polished.placement.devices)[None]
-        likelihood[name] = learner.policy.score(learner._x, actions)[0].sum().item()
+        actions = learner.algorithm.actions([polished.placement])
+        likelihood[name] = learner.policy.score(learner.algorithm.x, actions)[0].sum().item()
     assert likelihood["imitates"] > likelihood["does not"]
 
 
@@ -298,7 +300,8 @@ def test_the_failing_signal_is_worse_than_any_placement_that_runs() -> None:
             RandomPlacement(problem, seed=seed).ask(20)
         ):
             if measurement.ok:
-                assert learner._reward(measurement) >= learner._failing_reward
+                algorithm = learner.algorithm
+                assert algorithm.reward(measurement) >= algorithm.failing_reward
 
 
 def test_clusters_larger_than_the_default_table_have_room() -> None:
@@ -400,12 +403,13 @@ def test_what_others_tried_since_the_checkpoint_is_not_lost_to_the_smoother(
     forgetful.read_checkpoint(tmp_path)
     assert forgetful._smoother is not None
     del forgetful._smoother._logs[trials[5].placement]
-    assert 5 < forgetful._known_to_smoother(trials) <= before
+    assert 5 < forgetful._smoother.know_until(trials) <= before
     # Measured once more, as in a final: that says nothing of when the checkpoint was.
     early = _learner(problem, config)
     early.read_checkpoint(tmp_path)
-    assert early._known_to_smoother([*trials, trials[0]]) == early._known_to_smoother(trials)
-    assert early._known_to_smoother(trials) <= before
+    assert early._smoother is not None
+    assert early._smoother.know_until([*trials, trials[0]]) == early._smoother.know_until(trials)
+    assert early._smoother.know_until(trials) <= before
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_repeated(tmp_path: Path) -> None:
@@ -470,7 +474,7 @@ def test_a_restored_learner_knows_what_others_found_since(tmp_path: Path) -> Non
         placer="local-search",
     )
     assert restored.restore(tmp_path, [other])
-    assert restored._elites[0].seconds == 0.5
+    assert restored._elites.best[0].seconds == 0.5
 
 
 def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -529,11 +533,11 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
     problem = _problem(8)
     learner = _learner(problem, SMALL)
     _answer(learner, [1e-9 * (i + 1) for i in range(8)])  # nothing will ever be as fast again
-    best = [elite.placement.devices.tolist() for elite in learner._elites]
+    best = [elite.placement.devices.tolist() for elite in learner._elites.best]
     learner.ask(3)  # never to be answered
     other = _under_other_costs(problem)
     learner = _going_on(learner, other)
-    assert learner._elites == []
+    assert learner._elites.best == []
     assert not learner.checkpoint(tmp_path)  # there is no state under these costs yet
     assert learner.ask(8) == [learner.greedy()]
     again = learner.ask(8)
@@ -544,7 +548,7 @@ def test_times_under_other_costs_are_not_trusted(tmp_path: Path) -> None:
         for p, m in zip(again, evaluator.evaluate(again), strict=True)
     ]
     learner.tell(answers)
-    assert {elite.seconds for elite in learner._elites} == {
+    assert {elite.seconds for elite in learner._elites.best} == {
         answer.measurement.mean_seconds for answer in answers
     }
     # The baseline is of the old rewards as well.
@@ -602,7 +606,8 @@ def test_under_other_costs_it_polishes_with_the_local_search_of_then() -> None:
     learner, first = methods.make(names, problem, learners=config, trials=200)
     search([learner, first], evaluator, Budget(trials=200))
     assert isinstance(learner, Learner)
-    assert learner._polisher is first
+    assert isinstance(learner._polishing, ExactPolishing)
+    assert learner._polishing.search is first
     again, second = methods.make(
         names, problem, seed=1, learners=config, trials=200, previous={"ppo": learner}
     )
@@ -610,7 +615,8 @@ def test_under_other_costs_it_polishes_with_the_local_search_of_then() -> None:
     assert again.updater is learner.updater
     assert again.updates == learner.updates > 0
     search([again, second], evaluator, Budget(trials=200))
-    assert again._polisher is second
+    assert isinstance(again._polishing, ExactPolishing)
+    assert again._polishing.search is second
 
 
 def test_polishing_starts_anew_under_other_costs() -> None:
@@ -621,7 +627,7 @@ def test_polishing_starts_anew_under_other_costs() -> None:
     learner = _going_on(learner, other)
     found = search([learner], SimulatedEvaluator(other), Budget(trials=100)).best
     assert found is not None
-    assert learner._elites[0].seconds == found.measurement.mean_seconds
+    assert learner._elites.best[0].seconds == found.measurement.mean_seconds
 
 
 def test_the_published_method_proposes_nothing_from_memory() -> None:

@@ -29,9 +29,11 @@ from ray.exceptions import RayError, RayTaskError
 from placewright.budget import BATCH
 from placewright.distributed.workers import Workers, why
 from placewright.errors import WorkerError
+from placewright.learning.checkpoints import LearnerState
 from placewright.learning.config import LearnerConfig
-from placewright.learning.learner import Gradients, Learner, LearnerState, Updater
+from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy
+from placewright.learning.updater import Gradients, Updater
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from placewright.graph import BoolArray, FloatArray, IndexArray
+from placewright.grouping import edges_between
 from placewright.placers.memory import group_bytes
 from placewright.problem import Problem
 
@@ -148,23 +149,15 @@ def _shapes(problem: Problem, position: npt.NDArray[np.int64]) -> FloatArray:
 
 def _traffic(problem: Problem, position: npt.NDArray[np.int64]) -> FloatArray:
     """[g, h] seconds to send what g sends to h over a typical route: latency counts as well."""
-    graph, groups = problem.graph, problem.num_groups
-    src = position[problem.grouping.group_of[graph.edge_src]]
-    dst = position[problem.grouping.group_of[graph.edge_dst]]
-    item = np.where(graph.edge_tensor >= 0, graph.edge_tensor, graph.num_tensors + graph.edge_src)
-    outside = src != dst
-    # A tensor goes once to a group, however many of its ops use it.
-    _, once = np.unique(item[outside].astype(np.int64) * groups + dst[outside], return_index=True)
-    kept = np.flatnonzero(outside)[once]
-    sizes = np.zeros(len(kept))
-    data = graph.edge_tensor[kept] >= 0
-    sizes[data] = graph.tensor_bytes[graph.edge_tensor[kept[data]]]
+    edges = edges_between(problem.graph, problem.grouping)
+    once = edges.transfers
     routes, different = problem.cluster.routes, ~np.eye(problem.num_devices, dtype=np.bool_)
     latency = routes.latency_seconds[different].mean() if different.any() else 0.0
     per_byte = routes.seconds_per_byte[different].mean() if different.any() else 0.0
-    traffic = np.zeros((groups, groups))
+    traffic = np.zeros((problem.num_groups, problem.num_groups))
     # Free transfers still are edges: never quite 0.
-    np.add.at(traffic, (src[kept], dst[kept]), latency + sizes * per_byte + 1e-12)
+    seconds = latency + edges.bytes[once] * per_byte + 1e-12
+    np.add.at(traffic, (position[edges.src[once]], position[edges.dst[once]]), seconds)
     return traffic
 
 

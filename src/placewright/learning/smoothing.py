@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from placewright.graph import FloatArray
+from placewright.measurement import Trial
 from placewright.placement import Placement
 from placewright.placers.group_graph import group_graph
 from placewright.problem import Problem
@@ -160,6 +161,16 @@ class Smoother:
             if placement not in kept:
                 del self._logs[placement]
                 self._fitted = None
+
+    def know_until(self, told: Sequence[Trial]) -> int:
+        """How many of a journal's trials, from its beginning, came before the checkpoint that this
+        state is from. What was made of them came with it, and what is forgotten must not count as
+        new."""
+        # The first of each: the final of real runs measures the best again.
+        number_of: dict[Placement, int] = {}
+        for number, trial in enumerate(told, 1):
+            number_of.setdefault(trial.placement, number)
+        return max((n for p, n in number_of.items() if p in self), default=0)
 
     def estimate(self, placements: Sequence[Placement]) -> FloatArray:
         """What each takes, in seconds. There must be a trial that ran."""

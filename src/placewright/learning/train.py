@@ -13,8 +13,9 @@ from placewright.budget import BATCH, Budget
 from placewright.errors import LearningError
 from placewright.evaluators.base import Evaluator
 from placewright.learning.config import LearnerConfig
-from placewright.learning.learner import Learner, Updater
+from placewright.learning.learner import Learner
 from placewright.learning.policy import Policy
+from placewright.learning.updater import Updater
 from placewright.measurement import Trial, better
 from placewright.placers.base import Placer
 

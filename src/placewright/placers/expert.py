@@ -9,6 +9,7 @@ import numpy as np
 
 from placewright.graph import IndexArray
 from placewright.placement import Placement, allowed_or_cpu
+from placewright.placers.group_graph import group_graph
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
 
@@ -61,7 +62,13 @@ def _one_layer_per_device(
     device_of = {layer: int(devices[k % len(devices)]) for k, layer in enumerate(turn)}
     bottoms = {stack: min(layer for layer in turn if layer[0] == stack) for stack in stacks}
 
-    edges = _edge_counts(problem)
+    graph = group_graph(problem)
+    parts = [slice(*graph.offsets[group : group + 2]) for group in range(problem.num_groups)]
+    # [G] other group and number of edges between the two.
+    edges = [
+        list(zip(graph.neighbour[part].tolist(), graph.edges[part].tolist(), strict=True))
+        for part in parts
+    ]
     wanted = np.full(problem.num_groups, -1, dtype=np.int32)
     for group, name in enumerate(problem.grouping.names):
         if group in layers:
@@ -70,7 +77,7 @@ def _one_layer_per_device(
             wanted[group] = device_of[turn[-1]]
         elif "embedding" in name:
             users = dict.fromkeys(stacks, 0)
-            for other, count in edges[group].items():
+            for other, count in edges[group]:
                 if other in layers:
                     users[layers[other][0]] += count
             stack = max(stacks, key=lambda stack: users[stack])  # the first of equals
@@ -80,7 +87,7 @@ def _one_layer_per_device(
     while (wanted < 0).any():
         votes = np.zeros((problem.num_groups, problem.num_devices), dtype=np.int64)
         for group in np.flatnonzero(wanted < 0).tolist():
-            for other, count in edges[group].items():
+            for other, count in edges[group]:
                 if wanted[other] >= 0:
                     votes[group, wanted[other]] += count
         decided = (wanted < 0) & votes.any(axis=1)
@@ -88,16 +95,3 @@ def _one_layer_per_device(
             wanted[wanted < 0] = device_of[turn[0]]
         wanted[decided] = votes[decided].argmax(axis=1)
     return wanted
-
-
-def _edge_counts(problem: Problem) -> list[dict[int, int]]:
-    """[G] other group -> number of edges between the two."""
-    of = problem.grouping.group_of
-    src, dst = of[problem.graph.edge_src], of[problem.graph.edge_dst]
-    pairs, counts = np.unique(np.stack([src, dst], axis=1), axis=0, return_counts=True)
-    result: list[dict[int, int]] = [{} for _ in range(problem.num_groups)]
-    for (a, b), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        if a != b:
-            result[a][b] = result[a].get(b, 0) + count
-            result[b][a] = result[b].get(a, 0) + count
-    return result

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from placewright.graph import FloatArray, IndexArray, IntArray
+from placewright.grouping import edges_between
 from placewright.problem import Problem
 
 
@@ -17,6 +18,8 @@ class GroupGraph(NamedTuple):
     """[G + 1] neighbours of group g: neighbour[offsets[g] : offsets[g + 1]]."""
     neighbour: IntArray
     """[E]"""
+    edges: IntArray
+    """[E] how many edges of the graph there are between the two."""
     transfers: IntArray
     """[E] how many transfers there are if the two groups are on different devices."""
     bytes: IntArray
@@ -29,26 +32,15 @@ class GroupGraph(NamedTuple):
 
 
 def group_graph(problem: Problem) -> GroupGraph:
-    """A tensor goes once to each group that uses it; an op's completion likewise."""
-    graph, groups = problem.graph, problem.num_groups
-    src = problem.grouping.group_of[graph.edge_src].astype(np.int64)
-    dst = problem.grouping.group_of[graph.edge_dst].astype(np.int64)
-    # Control edges carry the op's completion: one more thing an op hands out, of no bytes.
-    item = np.where(
-        graph.edge_tensor >= 0, graph.edge_tensor, graph.num_tensors + graph.edge_src
-    ).astype(np.int64)
-    outside = src != dst
-    _, first = np.unique(item[outside] * groups + dst[outside], return_index=True)
-    kept = np.flatnonzero(outside)[first]
-    sizes = np.zeros(len(kept), dtype=np.int64)
-    data = graph.edge_tensor[kept] >= 0
-    sizes[data] = graph.tensor_bytes[graph.edge_tensor[kept[data]]]
-
-    both = np.concatenate([src[kept] * groups + dst[kept], dst[kept] * groups + src[kept]])
-    keys, inverse = np.unique(both, return_inverse=True)
-    transfers = np.bincount(inverse, minlength=len(keys))
+    """The edges between groups, added up."""
+    groups = problem.num_groups
+    edges = edges_between(problem.graph, problem.grouping)
+    one_way, other_way = edges.src * groups + edges.dst, edges.dst * groups + edges.src
+    keys, inverse = np.unique(np.concatenate([one_way, other_way]), return_inverse=True)
+    once = inverse.reshape(2, -1)[:, edges.transfers]  # [2, T] both ways
+    transfers = np.bincount(once.ravel(), minlength=len(keys))
     totals = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(totals, inverse, np.concatenate([sizes, sizes]))
+    np.add.at(totals, once.ravel(), np.tile(edges.bytes[edges.transfers], 2))
 
     different = ~np.eye(problem.num_devices, dtype=np.bool_)
     routes = problem.cluster.routes
@@ -57,6 +49,7 @@ def group_graph(problem: Problem) -> GroupGraph:
     return GroupGraph(
         offsets=np.searchsorted(keys // groups, np.arange(groups + 1)),
         neighbour=keys % groups,
+        edges=np.bincount(inverse, minlength=len(keys)),
         transfers=transfers,
         bytes=totals,
         cost=np.asarray(totals + transfers * latency_bytes, dtype=np.float64),

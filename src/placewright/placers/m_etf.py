@@ -7,6 +7,8 @@ on Computing, 1989.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
@@ -52,121 +54,163 @@ def schedule_earliest(problem: Problem, favourite: BoolArray) -> Placement:
     return Placement.of(problem, _schedule(tasks, room, position, favourite))
 
 
+class _State(NamedTuple):
+    """How far a schedule has come; N ops, D devices, S slots."""
+
+    device: IndexArray
+    """[groups] where each is; -1 as long as that is open."""
+    done: BoolArray
+    """[N]"""
+    finish: FloatArray
+    """[N] when each op that is done ended."""
+    slot_free: FloatArray
+    """[S] when each slot is free."""
+    free: FloatArray
+    """[D] when the slot is free that is free first."""
+    last: IntArray
+    """[D] the op scheduled last; -1 for none."""
+    ready: IntArray
+    """[N] ops that wait for no other op, but for light sources and for transfers; the first ones
+    count."""
+    is_ready: BoolArray
+    """[N]"""
+    arrivals: FloatArray
+    """[N, D] when the inputs of a ready op are on each device."""
+    anywhere_at: FloatArray
+    """[N] when the inputs of a ready op can be on any device."""
+    kept_for: IntArray
+    """[D] the favourite child that a device is kept for; -1 for none."""
+    kept_until: FloatArray
+    """[D]"""
+    candidate: BoolArray
+    """[D] scratch: where a group may go."""
+
+
 @compiled
 def _schedule(t: Tasks, room: Room, position: IntArray, favourite: BoolArray) -> IndexArray:
     """[G] device of each group. `position` [N] is the place of each op in the scheduling order."""
     n, devices = t.op_seconds.shape
-    device = np.full(len(t.group_seconds), -1, np.int32)
-    done = np.zeros(n, np.bool_)
-    finish = np.zeros(n)
-    slot_free = np.zeros(len(t.slot_device))
-    free = np.zeros(devices)  # of the slot that is free first
-    last = np.full(devices, -1, np.int64)
-    candidate = np.zeros(devices, np.bool_)
-    arrival = np.zeros(devices)
+    s = _State(
+        np.full(len(t.group_seconds), -1, np.int32), np.zeros(n, np.bool_), np.zeros(n),
+        np.zeros(len(t.slot_device)), np.zeros(devices), np.full(devices, -1, np.int64),
+        np.zeros(n, np.int64), np.zeros(n, np.bool_), np.zeros((n, devices)), np.zeros(n),
+        np.full(devices, -1, np.int64), np.zeros(devices), np.zeros(devices, np.bool_),
+    )  # fmt: skip
     pending = np.zeros(n, np.int64)
     found_for = np.full(n, -1, np.int64)
-
-    # Ops that wait for no other op, but for light sources and for transfers.
-    ready = np.zeros(n, np.int64)
-    count = 0
-    is_ready = np.zeros(n, np.bool_)
-    arrivals = np.zeros((n, devices))
-    anywhere_at = np.zeros(n)  # when the inputs of a ready op can be on any device
     missing = np.zeros(n, np.int64)
+    count = 0
     for op in range(n):
         for e in range(t.in_offsets[op], t.in_offsets[op + 1]):
             missing[op] += not t.light[t.in_src[e]]
         if missing[op] == 0 and not t.light[op]:
-            ready[count] = op
-            is_ready[op] = True
+            s.ready[count] = op
+            s.is_ready[op] = True
             count += 1
 
-    kept_for = np.full(devices, -1, np.int64)
-    kept_until = np.zeros(devices)
     while count > 0:
-        for d in range(devices):
-            kept_for[d] = -1
-            if last[d] >= 0:
-                for e in range(t.out_offsets[last[d]], t.out_offsets[last[d] + 1]):
-                    child = t.out_dst[e]
-                    if favourite[e] and is_ready[child] and device[t.group_of[child]] < 0:
-                        find_candidates(room, t.group_of[child], candidate)
-                        if _starts_first(d, candidate, free, arrivals[child]):
-                            kept_for[d] = child
-                            kept_until[d] = max(free[d], arrivals[child, d])
-
-        best, best_at, best_device, best_start, best_end = -1, -1, -1, np.inf, np.inf
-        for k in range(count):
-            op = ready[k]
-            group = t.group_of[op]
-            home = device[group]
-            if home < 0:
-                find_candidates(room, group, candidate)
-            for d in range(devices):
-                if d != home and (home >= 0 or not candidate[d]):
-                    continue
-                start = max(free[d], arrivals[op, d])
-                if start > best_start:
-                    continue
-                # A device that is kept for a favourite child takes another op before it only when
-                # that is urgent: its inputs could be anywhere by now, so waiting gains nothing.
-                kept = kept_for[d] >= 0 and kept_for[d] != op
-                if kept and (start >= kept_until[d] or anywhere_at[op] > start):
-                    continue
-                end = start + t.op_seconds[op, d]
-                if start < best_start or (
-                    end < best_end if op == best else position[op] < position[best]
-                ):
-                    best, best_at, best_device, best_start, best_end = op, k, d, start, end
-
+        _keep_for_favourites(t, room, favourite, s)
+        at, device = _find_earliest(t, room, position, count, s)
+        op = s.ready[at]
         count -= 1
-        ready[best_at] = ready[count]
-        is_ready[best] = False
-        if device[t.group_of[best]] < 0:
-            device[t.group_of[best]] = best_device
-            take_room(room, t.group_of[best], best_device)
-        lights = find_light_inputs(t, best, done, pending, found_for)
+        s.ready[at] = s.ready[count]
+        s.is_ready[op] = False
+        if s.device[t.group_of[op]] < 0:
+            s.device[t.group_of[op]] = device
+            take_room(room, t.group_of[op], device)
+        lights = find_light_inputs(t, op, s.done, pending, found_for)
         for k in range(lights - 1, -1, -1):
-            group = t.group_of[pending[k]]
-            if device[group] < 0:
-                find_candidates(room, group, candidate)
-                device[group] = choose_for_light(t, pending[k], device, candidate)
-                take_room(room, group, device[group])
+            _place_light(t, room, pending[k], s)
         for k in range(lights):
             # They ran when their device had nothing else to do; their time is lost to it.
-            op = pending[k]
-            home = device[t.group_of[op]]
-            find_arrivals(t, op, device, done, finish, arrival)
-            finish[op] = arrival[home] + t.op_seconds[op, home]
-            _occupy(t.slot_device, home, 0.0, t.op_seconds[op, home], slot_free, free)
-            done[op] = True
-        find_arrivals(t, best, device, done, finish, arrival)
-        finish[best] = _occupy(
-            t.slot_device, best_device, arrival[best_device], t.op_seconds[best, best_device],
-            slot_free, free,
-        )  # fmt: skip
-        done[best] = True
-        last[best_device] = best
-        for e in range(t.out_offsets[best], t.out_offsets[best + 1]):
-            op = t.out_dst[e]
-            missing[op] -= 1
-            if missing[op] == 0:
-                find_arrivals(t, op, device, done, finish, arrivals[op])
+            _run(t, pending[k], True, s)
+        _run(t, op, False, s)
+        s.last[device] = op
+        for e in range(t.out_offsets[op], t.out_offsets[op + 1]):
+            child = t.out_dst[e]
+            missing[child] -= 1
+            if missing[child] == 0:
+                find_arrivals(t, child, s.device, s.done, s.finish, s.arrivals[child])
                 for d in range(devices):
                     if room.preferred[d]:
-                        anywhere_at[op] = max(anywhere_at[op], arrivals[op, d])
-                ready[count] = op
-                is_ready[op] = True
+                        s.anywhere_at[child] = max(s.anywhere_at[child], s.arrivals[child, d])
+                s.ready[count] = child
+                s.is_ready[child] = True
                 count += 1
 
     for op in range(n):  # light sources that nothing asked for
-        group = t.group_of[op]
-        if device[group] < 0:
-            find_candidates(room, group, candidate)
-            device[group] = choose_for_light(t, op, device, candidate)
-            take_room(room, group, device[group])
-    return device
+        _place_light(t, room, op, s)
+    return s.device
+
+
+@compiled_part
+def _keep_for_favourites(t: Tasks, room: Room, favourite: BoolArray, s: _State) -> None:
+    """Keeps each device for the favourite child of its last op, where that starts there first."""
+    for d in range(len(s.free)):
+        s.kept_for[d] = -1
+        if s.last[d] < 0:
+            continue
+        for e in range(t.out_offsets[s.last[d]], t.out_offsets[s.last[d] + 1]):
+            child = t.out_dst[e]
+            if favourite[e] and s.is_ready[child] and s.device[t.group_of[child]] < 0:
+                find_candidates(room, t.group_of[child], s.candidate)
+                if _starts_first(d, s.candidate, s.free, s.arrivals[child]):
+                    s.kept_for[d] = child
+                    s.kept_until[d] = max(s.free[d], s.arrivals[child, d])
+
+
+@compiled_part
+def _find_earliest(
+    t: Tasks, room: Room, position: IntArray, count: int, s: _State
+) -> tuple[int, int]:
+    """Which of the ready ops can start first, as its place among them, and the device."""
+    best, best_at, best_device, best_start, best_end = -1, -1, -1, np.inf, np.inf
+    for k in range(count):
+        op = s.ready[k]
+        home = s.device[t.group_of[op]]
+        if home < 0:
+            find_candidates(room, t.group_of[op], s.candidate)
+        for d in range(len(s.free)):
+            if d != home and (home >= 0 or not s.candidate[d]):
+                continue
+            start = max(s.free[d], s.arrivals[op, d])
+            if start > best_start:
+                continue
+            # A device that is kept for a favourite child takes another op before it only when
+            # that is urgent: its inputs could be anywhere by now, so waiting gains nothing.
+            kept = s.kept_for[d] >= 0 and s.kept_for[d] != op
+            if kept and (start >= s.kept_until[d] or s.anywhere_at[op] > start):
+                continue
+            end = start + t.op_seconds[op, d]
+            if start < best_start or (
+                end < best_end if op == best else position[op] < position[best]
+            ):
+                best, best_at, best_device, best_start, best_end = op, k, d, start, end
+    return best_at, best_device
+
+
+@compiled_part
+def _place_light(t: Tasks, room: Room, op: int, s: _State) -> None:
+    """Gives the group of a light source a device, if it has none."""
+    group = t.group_of[op]
+    if s.device[group] < 0:
+        find_candidates(room, group, s.candidate)
+        s.device[group] = choose_for_light(t, op, s.device, s.candidate)
+        take_room(room, group, s.device[group])
+
+
+@compiled_part
+def _run(t: Tasks, op: int, at_once: bool, s: _State) -> None:
+    """Runs an op where its group is; `at_once`: when its inputs are there, busy or not."""
+    home = s.device[t.group_of[op]]
+    arrival = np.zeros(len(s.free))
+    find_arrivals(t, op, s.device, s.done, s.finish, arrival)
+    seconds = t.op_seconds[op, home]
+    end = _occupy(
+        t.slot_device, home, 0.0 if at_once else arrival[home], seconds, s.slot_free, s.free
+    )
+    s.finish[op] = arrival[home] + seconds if at_once else end
+    s.done[op] = True
 
 
 @compiled_part

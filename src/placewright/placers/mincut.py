@@ -64,6 +64,7 @@ def _subgraph(graph: GroupGraph, kept: IndexArray) -> GroupGraph:
     return GroupGraph(
         offsets=np.searchsorted(number[owner[edges]], np.arange(len(kept) + 1)),
         neighbour=number[graph.neighbour[edges]],
+        edges=graph.edges[edges],
         transfers=graph.transfers[edges],
         bytes=graph.bytes[edges],
         cost=graph.cost[edges],

@@ -158,15 +158,15 @@ class Session:
 
     def _placers(self, evaluator: Evaluator, limits: Budget) -> list[Placer]:
         config = self.config
-        unasked = config.chosen.unasked
+        chosen = config.chosen
         if self._team is not None or (self.directory and registry.has_learned(self.directory)):
             # What one process can compute in this time says nothing of many, nor of a run that
             # goes on.
-            unasked = frozenset()
+            chosen = registry.Chosen(chosen.names)
         placers = registry.make(
-            config.chosen.names, self.problem, seed=config.seed, seconds=limits.seconds,
+            chosen, self.problem, seed=config.seed, seconds=limits.seconds,
             trials=limits.trials, learners=config.learner, policy=config.policy,
-            cheap=evaluator.cheap, noise=evaluator.noise, unasked=unasked,
+            cheap=evaluator.cheap, noise=evaluator.noise,
         )  # fmt: skip
         return placers if self._team is None else self._team.distributed(placers)
 
