@@ -24,8 +24,9 @@ class TeamConfig:
     """Of a Ray cluster that runs already, or `auto` for the one this machine belongs to; None:
     start one on this machine and stop it at the end."""
     resources: Mapping[str, float] | None = None
-    """What Ray sets aside for each worker, such as `{"GPU": 4}` or a resource of your own: no two
-    workers get the same. None: one CPU to simulate, all devices of the cluster to measure."""
+    """What Ray sets aside for each worker and gives to nobody else, by name, such as 4 of `GPU` or
+    one of a resource of your own; None: one CPU to simulate, all devices of the cluster to
+    measure."""
     trial_seconds: float = 300.0
     """A worker that takes longer for a placement hangs: it is replaced."""
     max_staleness: int | None = None
