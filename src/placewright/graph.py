@@ -95,11 +95,11 @@ class Loop(NamedTuple):
     """A loop of the model: its ops run several times in a step."""
 
     name: str
-    count: int | None
-    """Iterations each time the loop is entered; None where that is not known. Then its ops count
-    as run once."""
+    iterations: int | None
+    """Each time the loop is entered; None where that is not known. Then its ops count as run
+    once."""
     source: str
-    """How the count became known: `constant`, `shape`, `user`, or `unknown`."""
+    """How the iterations became known: `constant`, `shape`, `user`, or `unknown`."""
     within: str = ""
     """The loop that this one is inside of; whose iterations multiply with its own."""
 
@@ -574,18 +574,20 @@ def _rules_from_json(records: object) -> list[ScopeRule]:
 
 def _loops_from_json(records: object) -> list[Loop]:
     if not isinstance(records, list):
-        raise ModelError("'loops' must be a list of {'name': ..., 'count': ..., 'source': ...}")
+        raise ModelError(
+            "'loops' must be a list of {'name': ..., 'iterations': ..., 'source': ...}"
+        )
     loops = []
     for record in records:
         if not isinstance(record, dict):
             raise ModelError("a loop is not a JSON object")
         _no_unknown_keys(record, set(Loop._fields), "a loop")
         name = _text(record.get("name"), "'name' of a loop")
-        count, within = record.get("count"), record.get("within", "")
+        iterations, within = record.get("iterations"), record.get("within", "")
         loops.append(
             Loop(
                 name,
-                None if count is None else _whole(count, f"'count' of loop {name!r}"),
+                iterations and _whole(iterations, f"'iterations' of loop {name!r}"),
                 _text(record.get("source", "unknown"), f"'source' of loop {name!r}"),
                 within and _text(within, f"'within' of loop {name!r}"),
             )
