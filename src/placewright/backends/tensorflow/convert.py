@@ -97,7 +97,7 @@ def convert(
     sources = _sources(nodes, index, outputs)
     order = _topological_order(sources)
 
-    stacks = loop_stacks(nodes, [[source.node for source in of] for of in sources], order)
+    stacks = loop_stacks(flat, [[source.node for source in of] for of in sources], order)
     found_loops = loops_of(flat, stacks, loops or {})
     counts = counts_of(nodes, stacks, found_loops)
 

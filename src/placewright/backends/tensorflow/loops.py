@@ -73,22 +73,29 @@ def counts_of(
 
 
 def loop_stacks(
-    nodes: Sequence[NodeDef], sources: Sequence[Sequence[int]], order: Sequence[int]
+    flat: FlatGraph, sources: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[Stack]:
     """[N] the loops each node is in. A value is in a loop from its Enter to its Exit, both
     included."""
+    nodes = flat.nodes
     stacks: list[Stack] = [()] * len(nodes)
     inside: list[Stack] = [()] * len(nodes)
     for i in order:
         node = nodes[i]
-        stack = max((inside[source] for source in sources[i]), key=len, default=())
+        frames = max((inside[source] for source in sources[i]), key=len, default=())
         if node.op in _ENTERS:
-            stack = (*stack, node.attr["frame_name"].s.decode())
-        elif not stack and DATASET_LOOP in node.name:
-            stack = (node.name.partition(f"/{DATASET_LOOP}")[0],)
-        stacks[i] = stack
-        inside[i] = stack[:-1] if node.op in _EXITS else stack
+            frames = (*frames, node.attr["frame_name"].s.decode())
+        stacks[i] = (*_dataset_loops(node.name, flat.dataset_loops), *frames)
+        inside[i] = frames[:-1] if node.op in _EXITS else frames
     return stacks
+
+
+def _dataset_loops(name: str, loops: Sequence[str]) -> Stack:
+    """The loops over datasets that a node is in. They have no frames, but the names of their ops
+    tell (with `Func/` in front for what inlining adds)."""
+    own = name.removeprefix("Func/")
+    inside = [loop for loop in loops if own.startswith(f"{loop}/{DATASET_LOOP}/")]
+    return tuple(sorted(inside, key=len))
 
 
 def _by_loop(names: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:

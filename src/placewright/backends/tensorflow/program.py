@@ -45,6 +45,11 @@ def make_program(step: Step) -> Program:
     original = tf.compat.v1.GraphDef()
     original.CopyFrom(step.graph_def)  # flattening throws away the initialisers
     flat = step.flat()
+    if flat.dataset_loops:
+        raise ModelError(
+            f"the step goes over a dataset ({flat.dataset_loops[0]!r}), so that it can be placed but "
+            "not run; give the function of one iteration to measure placements"
+        )
     graph = step.convert(flat)
     program = tf.compat.v1.GraphDef()
     if flat.library is not None:
