@@ -402,11 +402,13 @@ def calibrate(
     placements: Sequence[Placement],
     *,
     traces: int = 5,
+    forced: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Calibrates for a problem on the runner's devices; the rest is fitted to `placements`.
 
-    The single-device placements are always among those, and some that keep all devices busy.
+    The single-device placements are always among those, and some that keep all devices busy. Raises
+    `CostsError` for a calibration that cannot be trusted (see `why_distrusted`) unless `forced`.
     """
     say("timing ops")
     traced = {}
@@ -435,7 +437,47 @@ def calibrate(
         raise WorkerError("none of the placements ran, so there is nothing to fit the costs to")
     seconds = [times.seconds for times in timed.values()]
     fitted = corrected(problem, found, list(timed), seconds)
+    predicted = Simulator(fitted.problem(problem)).run(
+        np.stack([placement.devices for placement in timed])
+    )
+    loads = [run.foreign_load for run in traced.values() if run.foreign_load is not None]
+    reason = why_distrusted(predicted.step_seconds.tolist(), seconds, max(loads, default=0.0))
+    if reason and not forced:
+        raise CostsError(f"this calibration is not to be trusted: {reason}; forced=True keeps it")
+    if reason:
+        logger.warning("this calibration is not to be trusted: %s", reason)
     return dataclasses.replace(fitted, pace=pace, fitted_to=tuple(timed))
+
+
+MOST_FOREIGN_LOAD = 0.25
+"""Share of the cores that others may take while ops are timed."""
+LEAST_RANK_CORRELATION = 0.5
+"""Of prediction and measurement, among the faster half of what was measured: below it, a search
+under these costs would choose among the best as if by lot."""
+_LEAST_TO_RANK = 6
+"""Placements of which a rank correlation says anything."""
+_LEAST_SPREAD = 0.1
+"""Where the slowest of them takes only so much longer than the fastest, ranks are noise."""
+
+
+def why_distrusted(
+    predicted: Sequence[float], measured: Sequence[float], foreign_load: float
+) -> str:
+    """Why costs that predict these step times should not be used; empty where nothing speaks
+    against it."""
+    if foreign_load > MOST_FOREIGN_LOAD:
+        return f"other processes took {foreign_load:.0%} of the cores while ops were timed"
+    fastest = np.argsort(measured, kind="stable")[: (len(measured) + 1) // 2]
+    best = [measured[number] for number in fastest]
+    if len(best) < _LEAST_TO_RANK or max(best) < (1 + _LEAST_SPREAD) * min(best):
+        return ""
+    agreement = rank_correlation([predicted[number] for number in fastest], best)
+    if agreement < LEAST_RANK_CORRELATION:
+        return (
+            f"among the faster half of {len(measured)} placements, prediction and measurement agree "
+            f"with a rank correlation of only {agreement:.2f}"
+        )
+    return ""
 
 
 def _overlapping(problem: Problem, calibration: Calibration) -> list[Placement]:

@@ -201,14 +201,18 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
     flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
     tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
     seconds = np.full(graph.num_ops, kind.dispatch_seconds)
+    cached = (moved <= kind.cache_bytes) if kind.cache_bandwidth else np.zeros_like(tiny)
     for members, name in [
         (tiny & (work != Work.NONE), _TINY),
         *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
     ]:
-        compute_share = kind.share(name)
+        product = name in ("conv", "matmul")
+        compute_share = kind.share(name if product or name == _TINY else "elementwise")
         # The bytes of a matrix product or a convolution move like those of any other op.
-        memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
+        memory_share = kind.share("memory" if product else name)
         compute = flops[members] / (kind.peak_flops * compute_share)
-        memory = moved[members] / (kind.memory_bandwidth * memory_share)
-        seconds[members] += kind.launch_seconds + np.maximum(compute, memory)
+        bandwidth = np.where(
+            cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share
+        )
+        seconds[members] += kind.launch_seconds + np.maximum(compute, moved[members] / bandwidth)
     return seconds

@@ -63,10 +63,15 @@ _REDUCTIONS = _names("""
 """)
 
 _PER_ELEMENT: Mapping[str, float] = {
-    "Elu": 3, "EluGrad": 3, "Erf": 8, "Gelu": 10, "L2Loss": 2, "LogSoftmax": 5, "Rsqrt": 2,
-    "RsqrtGrad": 4, "Selu": 3, "SeluGrad": 3, "Sigmoid": 4, "SigmoidGrad": 3, "Softmax": 5,
-    "SoftmaxCrossEntropyWithLogits": 8, "Softplus": 4, "SoftplusGrad": 4, "Softsign": 3,
-    "SparseSoftmaxCrossEntropyWithLogits": 8, "SquaredDifference": 2, "Tanh": 4, "TanhGrad": 3,
+    "Elu": 3, "EluGrad": 3, "Erf": 8, "Erfc": 8, "Exp": 8, "Gelu": 10, "L2Loss": 2, "Log": 8,
+    "Log1p": 8, "LogSoftmax": 10, "Pow": 20, "Rsqrt": 2, "RsqrtGrad": 4, "Selu": 3, "SeluGrad": 3,
+    "Sigmoid": 6, "SigmoidGrad": 3, "Softmax": 12, "SoftmaxCrossEntropyWithLogits": 40,
+    "Softplus": 16, "SoftplusGrad": 8, "Softsign": 3, "SparseSoftmaxCrossEntropyWithLogits": 40,
+    "SquaredDifference": 2, "Tanh": 6, "TanhGrad": 3,
+    # Ten rounds of multiplying make one number.
+    "Multinomial": 40, "RandomStandardNormal": 60, "RandomUniform": 30,
+    "StatelessRandomNormal": 60, "StatelessRandomNormalV2": 60, "StatelessRandomUniform": 30,
+    "StatelessRandomUniformV2": 30, "StatelessTruncatedNormalV2": 80, "TruncatedNormal": 80,
     # Mean, variance, normalising and scaling; the gradient has to undo each of them.
     "FusedBatchNorm": 8, "FusedBatchNormV2": 8, "FusedBatchNormV3": 8,
     "FusedBatchNormGrad": 12, "FusedBatchNormGradV2": 12, "FusedBatchNormGradV3": 12,

@@ -494,8 +494,8 @@ def _call_body(
     functions: Mapping[str, Any],
     elements: list[str] | None,
 ) -> list[str]:
-    """Makes the loop a call of its body with that name, for `elements` (new inputs where there are none); gives
-    the elements it makes itself, where it is a ScanDataset."""
+    """Makes the loop a call of its body with that name, for `elements` (new inputs where there are
+    none); gives the elements it makes itself, where it is a ScanDataset."""
     body = functions[node.attr["f"].func.name]
     states, others = len(node.attr["Tstate"].list.type), len(node.attr["Targuments"].list.type)
     data = [text for text in node.input if not text.startswith("^")]
