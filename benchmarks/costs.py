@@ -224,8 +224,8 @@ def verdict(steps: Sequence[Row], types: Sequence[Row]) -> str:
     wrong = [f"{row['type']} of {row['model']} ({factor(row):.2f})" for row in wrong_types(types)]
     return (
         f"Wanted: every step within a factor of {STEP_FACTOR:g}; off are: "
-        f"{', '.join(far) or 'none'}. Every type of op that takes more than {LEAST_SHARE:.0%} of a step within a factor of "
-        f"{MOST_FACTOR:g}; off are: {', '.join(wrong) or 'none'}."
+        f"{', '.join(far) or 'none'}. Every type of op that takes more than {LEAST_SHARE:.0%} of a "
+        f"step within a factor of {MOST_FACTOR:g}; off are: {', '.join(wrong) or 'none'}."
     )
 
 

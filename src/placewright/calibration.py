@@ -474,8 +474,8 @@ def why_distrusted(
     agreement = rank_correlation([predicted[number] for number in fastest], best)
     if agreement < LEAST_RANK_CORRELATION:
         return (
-            f"among the faster half of {len(measured)} placements, prediction and measurement agree "
-            f"with a rank correlation of only {agreement:.2f}"
+            f"among the faster half of {len(measured)} placements, prediction and measurement "
+            f"agree with a rank correlation of only {agreement:.2f}"
         )
     return ""
 

@@ -65,7 +65,7 @@ def _usable_cores() -> int:
 
 
 def _cache(cores: int, slots: int) -> dict[str, float]:
-    """The largest cache, in equal parts for the cores that share it; sixteen bytes a cycle come
+    """The largest cache, in equal parts for the cores that share it; 24 bytes a cycle come
     from there."""
     largest = 0.0
     for level in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
@@ -80,7 +80,7 @@ def _cache(cores: int, slots: int) -> dict[str, float]:
         return {}
     # Not more than a core can fill: a virtual machine may show the whole socket's cache as its own.
     per_slot = cores / slots
-    return {"cache": int(min(largest, 32e6) * per_slot), "cache_bandwidth": 40e9 * per_slot}
+    return {"cache": int(min(largest, 32e6) * per_slot), "cache_bandwidth": 60e9 * per_slot}
 
 
 def _count(cpus: str) -> int:

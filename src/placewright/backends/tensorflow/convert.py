@@ -120,6 +120,7 @@ def convert(
         variable_bytes = _variable_bytes(node) if node.op in VARIABLES else 0
         is_slot = i in slots
         read = [sizes[of][number] for of, number in data]
+        read_shapes = [shapes[of][number] for of, number in data]
         ops.append(
             Op(
                 name=node.name,
@@ -127,12 +128,12 @@ def convert(
                 outputs=_tensors(node, outputs[i], shapes[i], sizes[i], data, nodes, outputs),
                 param_bytes=0 if is_slot else variable_bytes,
                 slot_bytes=variable_bytes if is_slot else 0,
-                flops=flops(node, [shapes[of][number] for of, number in data], shapes[i]),
+                flops=flops(node, read_shapes, shapes[i]),
                 colocate=labels[i],
                 gradient_of=forward.of(i),
                 kernels=_kernels_of(node),
                 work=work_of(node.op),
-                moved_bytes=moved_bytes(node.op, read, sizes[i]),
+                moved_bytes=moved_bytes(node.op, read, sizes[i], [*read_shapes, *shapes[i]]),
                 count=counts[i],
             )
         )

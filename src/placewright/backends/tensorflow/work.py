@@ -65,8 +65,16 @@ def work_of(op_type: str) -> Work:
     return Work.MEMORY
 
 
-def moved_bytes(op_type: str, inputs: Sequence[int], outputs: Sequence[int]) -> int | None:
-    """Bytes an op reads and writes, from those of its inputs and outputs; None for all of them."""
+def moved_bytes(
+    op_type: str,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    shapes: Sequence[tuple[int, ...]],
+) -> int | None:
+    """Bytes an op reads and writes, from those of its inputs and outputs; None for all of them.
+
+    `shapes` are those of the inputs and then the outputs.
+    """
     made = sum(outputs)
     if op_type in _FILLS:
         return made
@@ -81,8 +89,14 @@ def moved_bytes(op_type: str, inputs: Sequence[int], outputs: Sequence[int]) -> 
         # variable and of each slot are read and written.
         handles = sum(size == _HANDLE_BYTES for size in inputs)
         return (1 + 2 * handles) * max(inputs, default=0)
-    if op_type in ("TensorListFromTensor",):
+    if op_type == "TensorListFromTensor":
         return 2 * sum(inputs)
+    if op_type == "StridedSliceGrad":
+        return 4 * (made + sum(inputs))  # zeros first, then element by element
+    if op_type == "DepthwiseConv2dNativeBackpropFilter" and len(shapes[-1]) == 4 and shapes[0]:
+        # TensorFlow makes a gradient for each image, and for that copies what the filter sees.
+        window = shapes[-1][0] * shapes[-1][1]
+        return max(sum(inputs) + made, 4 * window * shapes[0][0] * made)
     return None
 
 
