@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,18 @@ import yaml
 from placewright.discovery import local_document
 from placewright.errors import ClusterError
 from placewright.files import read_text, write_text
-from placewright.graph import FloatArray, IndexArray, frozen
+from placewright.graph import BoolArray, FloatArray, IndexArray, frozen
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
 OP_CLASSES = ("conv", "matmul", "memory", "tiny")
 """Classes of op that reach a different share of a device's peak: convolutions, matrix products,
 memory-bound ops, and ops too small to fill the device."""
+
+ISSUES = ("device", "host", "none")
+"""Who issues work, see `Cluster.issue`."""
 
 _ROUTING_BYTES = 1 << 20
 """Routes are chosen for a tensor of this size: large enough that bandwidth counts, small enough
@@ -55,6 +61,8 @@ class DeviceKind:
     """What the framework spends on any op, even one that computes nothing."""
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
+    gap_seconds: float = 0.0
+    """What lies between two kernels where nobody issues them one by one, as in a captured graph."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches; 1 where not given."""
 
@@ -62,7 +70,7 @@ class DeviceKind:
         what = f"device kind {self.name!r}"
         for key in ("peak_flops", "memory_bandwidth"):
             _positive(getattr(self, key), f"{key} of {what}")
-        for key in ("dispatch_seconds", "launch_seconds"):
+        for key in ("dispatch_seconds", "launch_seconds", "gap_seconds"):
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
             raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
@@ -168,11 +176,21 @@ class Cluster:
     """By what share everything takes longer for each further device that computes at the same time,
     as where devices share a core's units or a memory bus. A device's own slots do not count: what
     its ops take is as they run there side by side."""
+    issue: str = "device"
+    """Who issues the ops, which takes each kind's dispatch and launch seconds. `device`: an
+    executor for each device, as in TensorFlow; it runs ahead of an accelerator, and shares the
+    cores of a CPU with what it issues. `host`: one thread for all devices, in the order of the
+    program, as in eager PyTorch. `none`: nobody, as in a captured graph; only the kinds' gaps lie
+    between kernels."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         _not_negative(self.contention, f"contention of cluster {self.name!r}")
+        if self.issue not in ISSUES:
+            raise ClusterError(
+                f"cluster {self.name!r}: 'issue' is {self.issue!r}, can be {', '.join(ISSUES)}"
+            )
         _unique([device.name for device in self.devices], "device", self.name)
         _unique([link.name for link in self.links], "link", self.name)
         kinds: dict[str, DeviceKind] = {}
@@ -213,6 +231,34 @@ class Cluster:
             np.array([names.index(device.kind.name) for device in self.devices], dtype=np.int32)
         )
 
+    @cached_property
+    def issued_apart(self) -> BoolArray:
+        """[D] whether ops are issued beside what the device computes, and not by the device itself
+        in between. An executor that shares its device's cores, or several servers of one device,
+        take the time of issuing an op as a part of the op."""
+        if self.issue == "device":
+            apart = [device.type != "cpu" and device.kind.slots == 1 for device in self.devices]
+        else:
+            apart = [self.issue == "host"] * self.num_devices
+        return frozen(np.array(apart, dtype=np.bool_))
+
+    @property
+    def unshared_host(self) -> str:
+        """Why no two transfers share anything though they should, or nothing: several devices are
+        joined to one by a link for each of them, so that transfers to all of them run side by side
+        at full speed."""
+        if any(len(link.pairs) > 1 for link in self.links) or self.switches:
+            return ""
+        hosts = [device.name for device in self.devices if device.type == "cpu"]
+        for host in hosts:
+            links = [link for link in self.links if host in link.pairs[0]]
+            if len(links) > 1:
+                return (
+                    f"cluster {self.name!r}: {len(links)} devices share the host {host!r}, but no "
+                    "two transfers share a link; list the pairs that share a wire under one link"
+                )
+        return ""
+
     def device_number(self, name: str) -> int:
         try:
             return self.device_names.index(name)
@@ -246,20 +292,27 @@ class Cluster:
     @staticmethod
     def load(source: str | Path) -> Cluster:
         """A YAML file, the name of a preset, or `local` for this machine."""
-        name = str(source)
-        if name == "local":
-            return from_document(local_document(), where=name)
-        preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
-        if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
-            return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
-        path = Path(source)
-        if not path.exists() and path.suffix not in (".yaml", ".yml"):
-            raise ClusterError(
-                f"unknown cluster {name!r}: no such file, and the presets are "
-                f"{', '.join(preset_names())}"
-            )
-        text = read_text(path, ClusterError, what="cluster")
-        return from_document(_parse_yaml(text, name), where=name)
+        cluster = _load(source)
+        if cluster.unshared_host and Path(source).suffix in (".yaml", ".yml"):
+            logger.warning("%s", cluster.unshared_host)
+        return cluster
+
+
+def _load(source: str | Path) -> Cluster:
+    name = str(source)
+    if name == "local":
+        return from_document(local_document(), where=name)
+    preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
+    if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
+        return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
+    path = Path(source)
+    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+        raise ClusterError(
+            f"unknown cluster {name!r}: no such file, and the presets are "
+            f"{', '.join(preset_names())}"
+        )
+    text = read_text(path, ClusterError, what="cluster")
+    return from_document(_parse_yaml(text, name), where=name)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -292,6 +345,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "slots": kind.slots,
                 "dispatch": kind.dispatch_seconds,
                 "launch": kind.launch_seconds,
+                **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
                 "efficiency": dict(kind.efficiency),
             }
             for kind in cluster.kinds
@@ -313,6 +367,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
             for link in cluster.links
         ],
         **({"contention": cluster.contention} if cluster.contention else {}),
+        **({"issue": cluster.issue} if cluster.issue != "device" else {}),
     }
 
 
@@ -336,7 +391,7 @@ def from_document(document: object, *, where: str) -> Cluster:
 
 
 def _cluster(document: object, where: str) -> Cluster:
-    known = {"format", "name", "kinds", "devices", "switches", "links", "contention"}
+    known = {"format", "name", "kinds", "devices", "switches", "links", "contention", "issue"}
     fields = _fields(document, "the cluster", known)
     if fields.get("format", FORMAT) != FORMAT:
         raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
@@ -404,6 +459,7 @@ def _cluster(document: object, where: str) -> Cluster:
         links=tuple(links),
         switches=tuple(switches),
         contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
+        issue=_string(fields.get("issue", "device"), "'issue' of the cluster"),
     )
 
 
@@ -415,7 +471,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "efficiency",
+            "gap", "efficiency",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
@@ -435,6 +491,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
             slots=slots,
             dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
+            gap_seconds=_quantity(data.get("gap", 0.0), _SECONDS, f"gap of {what}"),
             efficiency={
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
                 for key, value in efficiency.items()

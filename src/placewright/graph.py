@@ -94,6 +94,9 @@ class Op:
     """The forward op whose gradient this op helps to compute: a wish to be near, not a must."""
     kernels: tuple[str, ...] | None = None
     """Device types that can run it; None for all."""
+    launches: float = 1.0
+    """How many kernels it starts: less than one for an op whose kernel does the work of several
+    (a fused optimizer's, a compiled cluster's), more for one that is made of several."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +140,8 @@ class Graph:
     """[E] consuming op."""
     edge_tensor: IndexArray
     """[E] tensor carried, -1 for a control edge."""
+    launches: FloatArray
+    """[N] how many kernels each op starts."""
     group_rules: tuple[ScopeRule, ...] = ()
     """How the model's author would group its ops (rule 3 of the paper); a hint, may be empty."""
 
@@ -226,6 +231,8 @@ class Graph:
             for key in sorted(table):
                 digest.update(key.encode())
                 digest.update(np.ascontiguousarray(table[key]).tobytes())
+        if (self.launches != 1.0).any():  # graphs from before this existed keep their fingerprints
+            digest.update(b"launches" + self.launches.tobytes())
         return digest.hexdigest()[:16]
 
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -249,6 +256,7 @@ class Graph:
         types = {type_: listed.tolist() for type_, listed in self.kernels.items()}
         flops = self.flops.tolist()
         offsets = self.output_offsets.tolist()
+        launches = self.launches.tolist()
         tensors = [self._tensor(t) for t in range(self.num_tensors)]
         for i, name in enumerate(self.op_names):
             colocation = int(self.colocation[i])
@@ -266,6 +274,7 @@ class Graph:
                 kernels=tuple(t for t, has in types.items() if has[i])
                 if self.restricted[i]
                 else None,
+                launches=launches[i],
             )
 
     def edges(self) -> Iterator[Edge]:
@@ -320,6 +329,8 @@ def to_json(graph: Graph) -> dict[str, Any]:
             record["gradient_of"] = op.gradient_of
         if op.kernels is not None:
             record["kernels"] = list(op.kernels)
+        if op.launches != 1.0:
+            record["launches"] = op.launches
         ops.append(record)
     edges = []
     for edge in graph.edges():
@@ -349,7 +360,7 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
 _GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules"}
 _OP_KEYS = {
     "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
-    "gradient_of", "kernels",
+    "gradient_of", "kernels", "launches",
 }  # fmt: skip
 _TENSOR_KEYS = {"bytes", "shape", "dtype", "shares"}
 _EDGE_KEYS = {"from", "to", "output", "control"}
@@ -408,6 +419,7 @@ def _op_from_json(record: object, index: int) -> Op:
         colocate=_texts(record.get("colocate", []), f"'colocate' of {what}"),
         gradient_of=None if forward is None else _text(forward, f"'gradient_of' of {what}"),
         kernels=None if kernels is None else _texts(kernels, f"'kernels' of {what}"),
+        launches=_number(record.get("launches", 1.0), f"'launches' of {what}"),
     )
 
 
@@ -497,11 +509,13 @@ def _texts(value: object, what: str) -> tuple[str, ...]:
 
 
 def _whole(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_BYTES:
+    # JSON knows one kind of number: a tool that writes 4096.0 means 4096.
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or not 0 <= value <= _MOST_BYTES:  # type: ignore[operator]
         raise ModelError(
             f"{what} must be a whole number that is not negative (nor absurd), not {value!r:.40}"
         )
-    return value
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _number(value: object, what: str) -> float:
@@ -529,6 +543,7 @@ def _build(
     _check_totals(ops)
     for edge in edges:
         _check_edge(edge, ops, index)
+    _check_read_bytes(ops, edges, index)
 
     order = _topological_order(
         ops,
@@ -584,6 +599,7 @@ def _build(
         edge_src=frozen(edge_src[by_consumer]),
         edge_dst=frozen(edge_dst[by_consumer]),
         edge_tensor=frozen(edge_tensor[by_consumer]),
+        launches=frozen(np.array([op.launches for op in ops], dtype=np.float64)),
         group_rules=group_rules,
     )
 
@@ -598,12 +614,28 @@ def _check_op(op: Op) -> None:
     for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
         if size < 0:
             raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
-    costs = [("flops", op.flops), *((f"seconds on {k}", s) for k, s in op.seconds.items())]
+    costs = [("flops", op.flops), ("launches", op.launches)]
+    costs += [*((f"seconds on {k}", s) for k, s in op.seconds.items())]
     for label, value in costs:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ModelError(
                 f"{label} of op {op.name!r} must be finite and not negative, not {value}"
             )
+
+
+def _check_read_bytes(ops: Sequence[Op], edges: Sequence[Edge], index: Mapping[str, int]) -> None:
+    """Sums over inputs count a tensor as often as it is read, and an update's also the variable and
+    its state, read and written. They must stay within 64 bits."""
+    total = 0
+    for edge in edges:
+        op = ops[index[edge.src]]
+        if edge.output is not None:
+            total += op.outputs[edge.output].bytes + 2 * (op.param_bytes + op.slot_bytes)
+    if total > _MOST_BYTES:
+        raise ModelError(
+            f"all ops together read {total:.3g} bytes, counting each tensor as often as it is "
+            "read; is the unit of bytes right?"
+        )
 
 
 def _check_totals(ops: Sequence[Op]) -> None:

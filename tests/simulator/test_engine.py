@@ -36,7 +36,7 @@ from placewright.testing import (
 if TYPE_CHECKING:
     from tests.simulator.reference import Outcome
 
-Reference = Callable[[Problem, Sequence[int]], "Outcome"]
+Reference = Callable[..., "Outcome"]
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -50,6 +50,7 @@ def random_case(seed: int) -> Problem:
     return random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=True,
         overhead=seed % 2 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 2,
+        issue=(None, None, "device", "host", "none")[seed // 30 % 5],
     )  # fmt: skip
 
 
@@ -93,6 +94,16 @@ def test_equals_the_reference_on_larger_graphs(reference: Reference, cluster: st
     # Costs from FLOPs and bytes, so that sums are rounded as in earnest.
     problem = layered_problem(200, 10, Cluster.load(cluster))
     check_against(reference, problem, placements(problem, 0, 3))
+
+
+@given(seeds)
+def test_equals_the_reference_in_any_order_of_ties(reference: Reference, seed: int) -> None:
+    problem = random_case(seed)
+    priority = np.random.default_rng(seed).permutation(problem.graph.num_ops)
+    rows = placements(problem, seed, 3)
+    result = Simulator(problem).run(rows, priority)
+    for row, seconds in zip(rows, result.step_seconds, strict=True):
+        assert reference(problem, row.tolist(), priority.tolist()).step_seconds == seconds
 
 
 @given(seeds)
