@@ -356,14 +356,17 @@ def test_many_ops() -> None:
 
 def test_compiles_once_for_all_problems() -> None:
     for seed in range(8):
-        made = random_problem(seed, contention=seed % 2 > 0)
+        made = random_problem(
+            seed, contention=seed % 2 > 0, issue=(None, "device", "host")[seed % 3]
+        )
         problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
         placement = Placement.of(problem, [0] * problem.num_groups)
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    assert len(kernel.signatures) == 4  # with a log and without, with contention and without
+    # With a log and without: with contention, without, and where ops are issued.
+    assert len(kernel.signatures) == 6
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,25 +87,25 @@ class Simulator:
         must be different for all. By default that is the order of the graph, as it is in every
         figure that a placer is told.
         """
-        tables, order = self._tables, None
+        tables = self._tables
         if priority is not None:
             if np.unique(priority).shape != (self.problem.graph.num_ops,):
                 raise PlacementError("'priority' must be a different number for each op")
             # As ranks, which are small and of one type.
             order = np.argsort(np.argsort(priority)).astype(UINT)
             sources = tables.sources[np.argsort(order[tables.sources])]
-            tables = tables._replace(sources=sources)
+            tables = tables._replace(sources=sources, priority=order)
         placements = self._checked(devices)
         results = Results.of(len(placements), self.problem.num_devices)
         next_row = np.zeros(1, dtype=np.int64)
         # numba's own parallel loops would do as well, but they abort the process when two threads
         # start one or when it was forked.
         helpers = [
-            self._helpers().submit(self._simulate, tables, order, placements, next_row, results)
+            self._helpers().submit(self._simulate, tables, placements, next_row, results)
             for _ in range(min(self.threads, len(placements)) - 1)
         ]
         try:
-            self._simulate(tables, order, placements, next_row, results)
+            self._simulate(tables, placements, next_row, results)
         finally:
             # All rows are taken: one that was not begun, as others keep the threads busy, need not.
             begun = [helper for helper in helpers if not helper.cancel()]
@@ -147,7 +147,7 @@ class Simulator:
         next_row = np.zeros(1, dtype=np.int64)
         simulate(
             self._tables, scratch, placements, next_row, results, log, self._working(),
-            self._issuing, None,
+            self._issuing,
         )  # fmt: skip
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
@@ -185,25 +185,21 @@ class Simulator:
         return self._pool[1]
 
     def _simulate(
-        self,
-        tables: Tables,
-        order: npt.NDArray[np.uint32] | None,
-        placements: IndexArray,
-        next_row: IntArray,
-        results: Results,
+        self, tables: Tables, placements: IndexArray, next_row: IntArray, results: Results
     ) -> None:
         scratch = self._borrowed()
         simulate(
-            tables, scratch, placements, next_row, results, None, self._working(), self._issuing,
-            order,
-        )  # fmt: skip
+            tables, scratch, placements, next_row, results, None, self._working(), self._issuing
+        )
         # Kept for the next call: the system would have to clear fresh memory page by page, which
         # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)
 
     def _working(self) -> IntArray | None:
-        devices = self.problem.num_devices
-        return np.zeros(devices, dtype=np.int64) if self._tables.contention else None
+        # With a contention of 0 it changes nothing. It is there all the same where ops are issued:
+        # so the kernel is compiled for that once, and not twice.
+        needed = self._tables.contention or self._issuing is not None
+        return np.zeros(self.problem.num_devices, dtype=np.int64) if needed else None
 
     def _borrowed(self) -> Scratch:
         try:
@@ -368,6 +364,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         owners=owners.astype(UINT),
         resident_bytes=graph.resident_bytes[owners],
         sources=np.flatnonzero(waits_for == 0).astype(UINT),
+        priority=np.arange(graph.num_ops).astype(UINT),
         first_server=np.cumsum([0, *slots]).astype(UINT),
         server_device=np.repeat(np.arange(len(slots)), slots).astype(UINT),
         routes=_padded_routes(problem, first_queue=sum(slots)),

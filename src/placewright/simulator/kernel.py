@@ -84,7 +84,9 @@ class Tables(NamedTuple):
     resident_bytes: Ints
     """Of each of these."""
     sources: Uints
-    """Ops that wait for nothing."""
+    """Ops that wait for nothing, by priority."""
+    priority: Uints
+    """[N] who goes first of ops that become ready at the same moment: who has the least."""
     first_server: Uints
     """[D + 1]"""
     server_device: Uints
@@ -337,7 +339,6 @@ def simulate(
     log: Log | None,
     working: Ints | None,
     issuing: Issuing | None,
-    priority: Uints | None,
 ) -> None:
     """Simulates rows of `placements` and fills in the same rows of `results`, until `next_row`, a
     single number that several threads may share, is beyond the last.
@@ -345,14 +346,13 @@ def simulate(
     `working` has room for how many servers of each device are busy, all 0; None where there is no
     contention. numba compiles this anew for what is None: without a log, and with one for
     timelines; without contention, where counting would take a twentieth of the time, and with it;
-    without `issuing`, where nothing is issued apart from computing. `priority` [N] orders ops that
-    become ready at the same moment; None for the order of their numbers. `sources` have to be in
-    that order already.
+    without `issuing`, where nothing is issued apart from computing.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
     own, released, sources = tables.own, tables.released, tables.sources
+    priority = tables.priority
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     gap = tables.gap
@@ -574,7 +574,7 @@ def simulate(
                 for i in range(2, num_ready):
                     op = ready[i]
                     j = i
-                    while j > 1 and _before(op, ready[j - 1], priority):
+                    while j > 1 and priority[ready[j - 1]] > priority[op]:
                         ready[j] = ready[j - 1]
                         j -= 1
                     ready[j] = op
@@ -685,7 +685,7 @@ def simulate(
                 for i in range(1, num_ready):  # by insertion: there is mostly one, or none
                     op = ready[i]
                     j = i
-                    while j > 0 and _before(op, ready[j - 1], priority):
+                    while j > 0 and priority[ready[j - 1]] > priority[op]:
                         ready[j] = ready[j - 1]
                         j -= 1
                     ready[j] = op
@@ -709,14 +709,13 @@ def simulate(
                             log.op_cause[user] = cause
                     target = state[user].device
                     served = uses[served].same_way
-                if priority is not None:
-                    for i in range(1, num_ready):
-                        op = ready[i]
-                        j = i
-                        while j > 0 and _before(op, ready[j - 1], priority):
-                            ready[j] = ready[j - 1]
-                            j -= 1
-                        ready[j] = op
+                for i in range(1, num_ready):
+                    op = ready[i]
+                    j = i
+                    while j > 0 and priority[ready[j - 1]] > priority[op]:
+                        ready[j] = ready[j - 1]
+                        j -= 1
+                    ready[j] = op
                 route = device * num_devices + target
                 work = overhead[route] + use_bytes[item] * overhead_per_byte[route]
                 if work > 0.0:
@@ -729,14 +728,6 @@ def simulate(
         for i in range(num_devices):
             peak_bytes[row, i] = peak[i]
     scratch.free[0] = free
-
-
-@compiled
-def _before(op: Any, other: Any, priority: Any) -> bool:
-    """Whether an op goes before another that became ready at the same moment."""
-    if priority is not None:
-        return bool(priority[op] < priority[other])
-    return bool(op < other)
 
 
 @compiled
