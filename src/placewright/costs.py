@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
+from placewright.graph import FloatArray, Graph, Work, frozen
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Costs:
 
     kinds: tuple[str, ...]
     op_seconds: FloatArray
-    """[K, N], infinite where the op has no kernel."""
+    """[K, N] of all runs of an op in a step; infinite where it has no kernel."""
     source: npt.NDArray[np.uint8]
     """[K, N] a `Source` for each number."""
     overhead_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
@@ -194,14 +193,12 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
             "graph %r has seconds for %s, of which cluster %r has none; it has %s",
             graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(known)),
         )  # fmt: skip
-    moved = _bytes_moved(graph)
-    classes = _op_classes(graph, moved)
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
     overhead = np.zeros(seconds.shape)
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
-        seconds[k] = _roofline(kind, graph, moved, classes)
-        overhead[k] = _overhead(kind, cluster.issue, graph, classes != _NO_WORK)
+        seconds[k] = _roofline(kind, graph) * graph.run_count
+        overhead[k] = _overhead(kind, cluster.issue, graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -232,87 +229,42 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
 # --- overhead ------------------------------------------------------------------------------------
 
 
-def _overhead(kind: DeviceKind, issue: str, graph: Graph, works: BoolArray) -> FloatArray:
-    """[N] seconds that issuing each op takes.
+def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
+    """[N] seconds that issuing each op takes, in all its runs.
 
     An op that does no work on the device starts no kernel: it costs what the host spends on it,
     which holds up nobody unless the host's cores are the device.
     """
-    launches = np.where(works, graph.launches, 0.0)
+    works = graph.work != Work.NONE
+    launches = np.where(works, graph.launches, 0.0) * graph.run_count
     if issue == "none":
         return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
     seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
     if issue == "device" and kind.type == "cpu":
-        seconds[~works] = kind.dispatch_seconds
+        seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
     return np.asarray(seconds, dtype=np.float64)
 
 
 # --- roofline ------------------------------------------------------------------------------------
 
-_CONV, _MATMUL, _MEMORY, _TINY, _NO_WORK = "conv", "matmul", "memory", "tiny", ""
-
-_CONV_TYPES = re.compile(r"conv", re.IGNORECASE)
-_MATMUL_TYPES = re.compile(r"matmul|einsum|(^|[._])(addmm|mm|bmm|linear|baddbmm)\b", re.IGNORECASE)
-_UPDATE_TYPES = re.compile(r"^(Resource)?(?!.*(Sparse|Scatter)).*(Apply|Assign)")
-
+_TINY = "tiny"
 _TINY_FLOPS = 1e6
 _TINY_BYTES = 64 * 1024
 
 
-def _bytes_moved(graph: Graph) -> IntArray:
-    """[N] bytes an op reads and writes.
-
-    An optimizer update reads and writes the variables behind its handles, which the handles' own
-    eight bytes do not show.
-    """
-    moved = graph.input_bytes + graph.owned_bytes
-    updates = np.array(
-        [bool(_UPDATE_TYPES.search(type_)) for type_ in graph.op_types], dtype=np.bool_
-    )
-    data = graph.edge_tensor >= 0
-    by_update = data & updates[graph.edge_dst]
-    np.add.at(moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]])
-    return moved
-
-
-def _op_classes(graph: Graph, moved: IntArray) -> npt.NDArray[Any]:
-    """[N] the class of each op, '' for one that computes nothing."""
-    classes = np.full(graph.num_ops, _MEMORY, dtype="U6")
-    by_type = {
-        type_: _CONV
-        if _CONV_TYPES.search(type_)
-        else _MATMUL
-        if _MATMUL_TYPES.search(type_)
-        else _MEMORY
-        for type_ in set(graph.op_types)
-    }
-    classes[:] = [by_type[type_] for type_ in graph.op_types]
-    flops = np.nan_to_num(graph.flops)
-    classes[(flops < _TINY_FLOPS) & (moved < _TINY_BYTES)] = _TINY
-    classes[~_computes(graph)] = _NO_WORK
-    return classes
-
-
-def _computes(graph: Graph) -> BoolArray:
-    """[N] whether an op does work: constants, handles, reads and reshapes only pass tensors on."""
-    has_input = np.zeros(graph.num_ops, dtype=np.bool_)
-    has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
-    outputs = np.diff(graph.output_offsets)
-    passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
-    return np.asarray((np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on), dtype=np.bool_)
-
-
-def _roofline(
-    kind: DeviceKind, graph: Graph, moved: IntArray, classes: npt.NDArray[Any]
-) -> FloatArray:
-    """[N] seconds: the slower of computing and moving bytes."""
+def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds of one run: the slower of computing and moving bytes."""
+    flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
+    tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
     seconds = np.zeros(graph.num_ops)
-    for name in (_CONV, _MATMUL, _MEMORY, _TINY):
-        members = classes == name
-        share = kind.efficiency.get(name, 1.0)
-        # Bytes move at the memory-bound share whatever the op computes, unless it is tiny.
-        memory_share = share if name == _TINY else kind.efficiency.get(_MEMORY, 1.0)
-        compute = np.nan_to_num(graph.flops[members]) / (kind.peak_flops * share)
+    for members, name in [
+        (tiny & (work != Work.NONE), _TINY),
+        *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
+    ]:
+        compute_share = kind.share(name)
+        # The bytes of a matrix product or a convolution move like those of any other op.
+        memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
+        compute = flops[members] / (kind.peak_flops * compute_share)
         memory = moved[members] / (kind.memory_bandwidth * memory_share)
         seconds[members] = np.maximum(compute, memory)
     return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -31,6 +32,7 @@ def load(
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
+    loops: Mapping[str, int] | None = None,
 ) -> Graph:
     """A graph from a benchmark model's name, a file, a directory, or a live TensorFlow object.
 
@@ -45,13 +47,19 @@ def load(
         signature: which signature of a SavedModel.
         fetches: names of the ops or tensors that a step is run for; only what they need is kept.
             By default the training step where one is known, otherwise everything.
+        loops: how often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose
+            names contain a match of that regular expression. Goes before what the model says.
     """
     if isinstance(source, Graph):
         return source
     if _is_path(source) and is_graph_file(source) and Path(source).is_file():
-        _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
+        _refuse(
+            "a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch,
+            loops=loops,
+        )  # fmt: skip
         return Graph.load(Path(source))
-    return _step(source, scale, batch, dims, signature, fetches).graph()
+    step = _step(source, scale, batch, dims, signature, fetches)
+    return dataclasses.replace(step, loops=loops or {}).graph()
 
 
 def load_program(
@@ -62,6 +70,7 @@ def load_program(
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
+    loops: Mapping[str, int] | None = None,
 ) -> Program:
     """The same graph together with what TensorFlow needs to run it; takes what `load` takes.
 
@@ -76,7 +85,7 @@ def load_program(
     step = _step(source, scale, batch, dims, signature, fetches)
     from placewright.backends.tensorflow.program import make_program
 
-    return make_program(step)
+    return make_program(dataclasses.replace(step, loops=loops or {}))
 
 
 def is_graph_file(path: str | os.PathLike[str]) -> bool:
