@@ -177,10 +177,9 @@ def test_a_speed_up_that_rests_on_overhead_says_so() -> None:
     assert made.speed_up == pytest.approx(8.125 / 4.125)
     assert made.speed_up_without_overhead == 2.0
     assert not made.rests_on_overhead  # computing is spread just as well
-    chain = issued(
-        dict.fromkeys(names, 0.0) | {"op0": 1.0}, [("op0", "op1")], "device", size=0
-    )
-    made = makeup(chain, Placement.of(chain, [0, 0, 1, 1, 1, 1, 0, 0]), Placement.of(chain, [0] * 8))
+    chain = issued(dict.fromkeys(names, 0.0) | {"op0": 1.0}, [("op0", "op1")], "device", size=0)
+    split = Placement.of(chain, [0, 0, 1, 1, 1, 1, 0, 0])
+    made = makeup(chain, split, Placement.of(chain, [0] * 8))
     assert made.speed_up == 2.0
     assert made.speed_up_without_overhead == 1.0
     assert made.lines() == [
