@@ -1,8 +1,9 @@
 """The simulator: how long a placement's step takes and how much memory it needs.
 
 Ops are given to the servers of their device in the order in which they become ready, and where
-somebody has to issue them, as they are issued. What an op makes is sent once to every other device that needs it, over channels that carry one transfer at a
-time. Memory is held from the start of the op that makes it to the end of the last that uses it.
+somebody has to issue them, as they are issued. What an op makes is sent once to every other device
+that needs it, over channels that carry one transfer at a time. Memory is held from the start of the
+op that makes it to the end of the last that uses it.
 """
 
 from __future__ import annotations
@@ -294,8 +295,8 @@ class Recording:
     """[N] when somebody began to issue it; 0, like the next, where its device does so itself."""
     issue_end: FloatArray
     issue_before: IntArray
-    """[N] the op before it in the queue of its executor, N for the first and where one thread issues
-    all ops in their order."""
+    """[N] the op before it in the queue of its executor, N for the first, and where one thread
+    issues all ops in their order."""
     transfer_use: IntArray
     """[M] the first use each transfer serves, in the order they were asked for."""
     transfer_request: FloatArray
