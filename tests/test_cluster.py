@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -169,3 +170,41 @@ def test_unknown_presets_and_devices() -> None:
 def test_builtin_kinds_are_complete() -> None:
     for kind in builtin_kinds().values():
         assert set(kind.efficiency) == {"conv", "matmul", "memory", "tiny"}
+
+
+def test_who_issues_work(tmp_path: Path) -> None:
+    plain = load(TWO + f"links: [{LINK}]\n", tmp_path)
+    assert plain.issue == "device"
+    assert plain.issued_apart.all()
+    captured = load(TWO + f"links: [{LINK}]\nissue: none\n", tmp_path)
+    assert captured != plain
+    assert not captured.issued_apart.any()
+    captured.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == captured
+    with pytest.raises(ClusterError, match="'issue' is 'nobody', can be device, host, none"):
+        load(TWO + f"links: [{LINK}]\nissue: nobody\n", tmp_path)
+
+
+def test_an_executor_shares_the_cores_of_a_cpu() -> None:
+    cluster = Cluster.load("k80x2")
+    assert cluster.issued_apart.tolist() == [False, True, True]
+    # One thread issues ops for all of them.
+    assert dataclasses.replace(cluster, issue="host").issued_apart.all()
+
+
+def test_links_that_share_nothing_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = (
+        "devices: [{name: c, kind: cpu-core}, {name: a, kind: k}, {name: b, kind: k}]\n"
+        "links: [{name: l, latency: 1us, bandwidth: 1 GB/s, pairs: [[a, c]]}, "
+        "{name: m, latency: 1us, bandwidth: 1 GB/s, pairs: [[b, c]]}]\n"
+    )
+    load(KIND + devices, tmp_path)
+    assert "2 devices share the host 'c', but no two transfers share a link" in caplog.text
+    caplog.clear()
+    shared = devices.replace("pairs: [[a, c]]", "pairs: [[a, c], [b, c]]")
+    load(KIND + shared, tmp_path)
+    for name in preset_names():
+        Cluster.load(name)
+    assert not caplog.text

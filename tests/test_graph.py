@@ -226,3 +226,24 @@ def test_a_graph_of_100_000_ops_stays_small(tmp_path: Path) -> None:
     loaded, peak_kilobytes = map(int, result.stdout.split())
     assert loaded == n
     assert peak_kilobytes < 1_000_000
+
+
+def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    text = '{"format": "placewright-graph/1", "name": "g", "edges": [], "ops": [%s]}'
+    op = '{"name": "a", "type": "t", "param_bytes": 4096.0, "outputs": [{"bytes": %s}]}'
+    path.write_text(text % (op % "1e6"))
+    graph = Graph.load(path)
+    assert graph.tensor_bytes.tolist() == [1_000_000]
+    assert graph.param_bytes.tolist() == [4096]
+    path.write_text(text % (op % "1.5"))
+    with pytest.raises(ModelError, match="must be a whole number"):
+        Graph.load(path)
+
+
+def test_sums_over_inputs_stay_within_64_bits() -> None:
+    ops = [Op(name="big", type="t", outputs=(Tensor(2**50),))]
+    ops += [Op(name=f"r{i}", type="t") for i in range(1025)]
+    with pytest.raises(ModelError, match="counting each tensor as often as it is read"):
+        Graph.from_ops("g", ops, [Edge("big", f"r{i}") for i in range(1025)])
+    Graph.from_ops("g", ops, [Edge("big", f"r{i}") for i in range(1024)])

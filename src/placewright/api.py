@@ -25,7 +25,15 @@ from placewright.measurement import Trial
 from placewright.placement import Placement
 from placewright.problem import Constraints, Problem, make_problem
 from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
-from placewright.simulator import Simulator, lower_bounds
+from placewright.simulator import (
+    Makeup,
+    Simulator,
+    StepRange,
+    lower_bounds,
+    makeup,
+    ranked_finalists,
+)
+from placewright.simulator.makeup import range_line
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
@@ -68,6 +76,10 @@ class Result:
     """What was found out about the costs on the way, where that was."""
     comparisons: tuple[Comparison, ...] = ()
     """The answer against the best single device and the expert's placement, measured in turns."""
+    step_range: StepRange | None = None
+    """Of the answer, over several orders of ties; None where the times are of real runs."""
+    makeup: Makeup | None = None
+    """What the answer's step is made of; None where the times are of real runs."""
 
     @property
     def placement(self) -> Placement:
@@ -79,6 +91,8 @@ class Result:
     def step_seconds(self) -> float:
         if self.best is None:
             raise SearchError(self.why_none())
+        if self.step_range is not None:
+            return self.step_range.mean_seconds
         return self.best.measurement.mean_seconds
 
     @property
@@ -97,12 +111,25 @@ class Result:
     def speed_up(self) -> float | None:
         """Over the best single device."""
         single = self.best_single
-        return single.measurement.mean_seconds / self.step_seconds if single and self.best else None
+        if single is None or not self.best or not self.step_seconds:
+            return None
+        return single.measurement.mean_seconds / self.step_seconds
 
     @property
     def gap(self) -> float:
         """By what share the answer could still be improved at most: 0.2 for 20%."""
-        return 1.0 - self.lower_bound_seconds / self.step_seconds
+        if self.best is None:
+            raise SearchError(self.why_none())
+        # What is proven is proven in the order of ties of the graph.
+        seconds = self.best.measurement.mean_seconds
+        return 1.0 - self.lower_bound_seconds / seconds if seconds else 0.0
+
+    def notes(self) -> list[str]:
+        """What has to be known beside the step time: what the step is made of, what a speed-up
+        rests on, and how sure the figure is."""
+        lines = self.makeup.lines() if self.makeup else []
+        unsure = range_line(self.step_range) if self.step_range else ""
+        return [*lines, unsure] if unsure else lines
 
     @property
     def table(self) -> list[dict[str, Any]]:
@@ -171,7 +198,9 @@ class Result:
             "measured": self.measured,
             "outcome": best.outcome.value if best else "no placement ran",
             "method": self.best.placer if self.best else None,
-            "step_seconds": best.mean_seconds if best else None,
+            "step_seconds": self.step_seconds if best else None,
+            "step_range": asdict(self.step_range) if self.step_range else None,
+            "makeup": self.makeup.to_json() if self.makeup else None,
             "half_width_seconds": best.half_width_seconds if best else None,
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
@@ -319,9 +348,19 @@ def run(
     for result in progress.results():
         if result.best is not None and result.best.measurement.ok:
             best = better(best, result.best)
+    step_range = composition = None
+    if best is not None and not measured:
+        found = [result.best for result in progress.results() if result.best is not None]
+        best, step_range = ranked_finalists(problem, found, seed=seed)[0]
+        single = next((trial for trial in found if trial.placer == "single"), None)
+        composition = makeup(
+            problem, best.placement, single.placement if single and single.measurement.ok else None
+        )
     return Result(
         problem=problem,
         best=best,
+        step_range=step_range,
+        makeup=composition,
         methods=tuple(progress.results()),
         lower_bound_seconds=0.0
         if measured

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ import yaml
 from placewright.discovery import local_document
 from placewright.errors import ClusterError
 from placewright.files import read_text, write_text
-from placewright.graph import FloatArray, IndexArray, frozen
+from placewright.graph import BoolArray, FloatArray, IndexArray, frozen
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
@@ -32,6 +35,9 @@ OP_CLASSES = ("conv", "matmul", "memory", "gather", "update", "elementwise", "ti
 """Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), ops
 too small to fill the device, and `elementwise`: what those that are neither convolutions nor matrix
 products compute."""
+
+ISSUES = ("device", "host", "none")
+"""Who issues work, see `Cluster.issue`."""
 
 _ROUTING_BYTES = 1 << 20
 """Routes are chosen for a tensor of this size: large enough that bandwidth counts, small enough
@@ -61,6 +67,8 @@ class DeviceKind:
     """What the framework spends on any op, even one that computes nothing."""
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
+    gap_seconds: float = 0.0
+    """What lies between two kernels where nobody issues them one by one, as in a captured graph."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
 
@@ -68,7 +76,9 @@ class DeviceKind:
         what = f"device kind {self.name!r}"
         for key in ("peak_flops", "memory_bandwidth"):
             _positive(getattr(self, key), f"{key} of {what}")
-        for key in ("dispatch_seconds", "launch_seconds", "cache_bytes", "cache_bandwidth"):
+        for key in (
+            "dispatch_seconds", "launch_seconds", "gap_seconds", "cache_bytes", "cache_bandwidth",
+        ):  # fmt: skip
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
             raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
@@ -181,11 +191,21 @@ class Cluster:
     """By what share everything takes longer for each further device that computes at the same time,
     as where devices share a core's units or a memory bus. A device's own slots do not count: what
     its ops take is as they run there side by side."""
+    issue: str = "device"
+    """Who issues the ops, which takes each kind's dispatch and launch seconds. `device`: an
+    executor for each device, as in TensorFlow; it runs ahead of an accelerator, and shares the
+    cores of a CPU with what it issues. `host`: one thread for all devices, in the order of the
+    program, as in eager PyTorch. `none`: nobody, as in a captured graph; only the kinds' gaps lie
+    between kernels."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         _not_negative(self.contention, f"contention of cluster {self.name!r}")
+        if self.issue not in ISSUES:
+            raise ClusterError(
+                f"cluster {self.name!r}: 'issue' is {self.issue!r}, can be {', '.join(ISSUES)}"
+            )
         _unique([device.name for device in self.devices], "device", self.name)
         _unique([link.name for link in self.links], "link", self.name)
         kinds: dict[str, DeviceKind] = {}
@@ -226,6 +246,34 @@ class Cluster:
             np.array([names.index(device.kind.name) for device in self.devices], dtype=np.int32)
         )
 
+    @cached_property
+    def issued_apart(self) -> BoolArray:
+        """[D] whether ops are issued beside what the device computes, and not by the device itself
+        in between. An executor that shares its device's cores, or several servers of one device,
+        take the time of issuing an op as a part of the op."""
+        if self.issue == "device":
+            apart = [device.type != "cpu" and device.kind.slots == 1 for device in self.devices]
+        else:
+            apart = [self.issue == "host"] * self.num_devices
+        return frozen(np.array(apart, dtype=np.bool_))
+
+    @property
+    def unshared_host(self) -> str:
+        """Why no two transfers share anything though they should, or nothing: several devices are
+        joined to one by a link for each of them, so that transfers to all of them run side by side
+        at full speed."""
+        if any(len(link.pairs) > 1 for link in self.links) or self.switches:
+            return ""
+        hosts = [device.name for device in self.devices if device.type == "cpu"]
+        for host in hosts:
+            links = [link for link in self.links if host in link.pairs[0]]
+            if len(links) > 1:
+                return (
+                    f"cluster {self.name!r}: {len(links)} devices share the host {host!r}, but no "
+                    "two transfers share a link; list the pairs that share a wire under one link"
+                )
+        return ""
+
     def device_number(self, name: str) -> int:
         try:
             return self.device_names.index(name)
@@ -259,20 +307,27 @@ class Cluster:
     @staticmethod
     def load(source: str | Path) -> Cluster:
         """A YAML file, the name of a preset, or `local` for this machine."""
-        name = str(source)
-        if name == "local":
-            return from_document(local_document(), where=name)
-        preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
-        if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
-            return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
-        path = Path(source)
-        if not path.exists() and path.suffix not in (".yaml", ".yml"):
-            raise ClusterError(
-                f"unknown cluster {name!r}: no such file, and the presets are "
-                f"{', '.join(preset_names())}"
-            )
-        text = read_text(path, ClusterError, what="cluster")
-        return from_document(_parse_yaml(text, name), where=name)
+        cluster = _load(source)
+        if cluster.unshared_host and Path(source).suffix in (".yaml", ".yml"):
+            logger.warning("%s", cluster.unshared_host)
+        return cluster
+
+
+def _load(source: str | Path) -> Cluster:
+    name = str(source)
+    if name == "local":
+        return from_document(local_document(), where=name)
+    preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
+    if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
+        return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
+    path = Path(source)
+    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+        raise ClusterError(
+            f"unknown cluster {name!r}: no such file, and the presets are "
+            f"{', '.join(preset_names())}"
+        )
+    text = read_text(path, ClusterError, what="cluster")
+    return from_document(_parse_yaml(text, name), where=name)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -305,6 +360,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "slots": kind.slots,
                 "dispatch": kind.dispatch_seconds,
                 "launch": kind.launch_seconds,
+                **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
                 "efficiency": dict(kind.efficiency),
                 **(
                     {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
@@ -331,6 +387,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
             for link in cluster.links
         ],
         **({"contention": cluster.contention} if cluster.contention else {}),
+        **({"issue": cluster.issue} if cluster.issue != "device" else {}),
     }
 
 
@@ -354,14 +411,15 @@ def from_document(document: object, *, where: str) -> Cluster:
 
 
 def _cluster(document: object, where: str) -> Cluster:
-    known = {"format", "name", "kinds", "devices", "switches", "links", "contention"}
+    known = {"format", "name", "kinds", "devices", "switches", "links", "contention", "issue"}
     fields = _fields(document, "the cluster", known)
     if fields.get("format", FORMAT) != FORMAT:
         raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
     kinds = builtin_kinds()
     kinds.update(_kinds(fields.get("kinds") or {}))
     devices = []
-    for entry in _list(fields.get("devices"), "'devices'"):
+    _not_more(len(_list(fields.get("devices"), "'devices'")), _MOST_DEVICES, "devices")
+    for entry in fields["devices"]:
         data = _fields(entry, "a device", {"name", "kind", "memory"})
         name = _string(data.get("name"), "the name of a device")
         kind_name = _string(data.get("kind"), f"'kind' of device {name!r}")
@@ -412,6 +470,7 @@ def _cluster(document: object, where: str) -> Cluster:
                 ),
             )
         )
+    _not_more(sum(len(link.pairs) for link in links), _MOST_PAIRS, "pairs of devices on links")
     switches = [
         _string(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")
     ]
@@ -422,26 +481,30 @@ def _cluster(document: object, where: str) -> Cluster:
         links=tuple(links),
         switches=tuple(switches),
         contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
+        issue=_string(fields.get("issue", "device"), "'issue' of the cluster"),
     )
 
 
 def _kinds(document: object) -> dict[str, DeviceKind]:
     if not isinstance(document, dict):
         raise ClusterError("'kinds' must map names to descriptions")
+    _not_more(len(document), _MOST_KINDS, "device kinds")
     result = {}
     for name, entry in document.items():
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "efficiency", "cache", "cache_bandwidth",
+            "gap", "efficiency", "cache", "cache_bandwidth",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
         if not isinstance(efficiency, dict):
             raise ClusterError(f"'efficiency' of {what} must map op classes to shares")
         slots = data.get("slots", 1)
-        if isinstance(slots, bool) or not isinstance(slots, int):
-            raise ClusterError(f"'slots' of {what} must be a whole number, not {slots!r}")
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots > _MOST_SLOTS:
+            raise ClusterError(
+                f"'slots' of {what} must be a whole number up to {_MOST_SLOTS}, not {slots!r:.40}"
+            )
         result[str(name)] = DeviceKind(
             name=_string(name, "the name of a device kind"),
             type=_string(data.get("type"), f"'type' of {what}"),
@@ -457,6 +520,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
             slots=slots,
             dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
+            gap_seconds=_quantity(data.get("gap", 0.0), _SECONDS, f"gap of {what}"),
             efficiency={
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
                 for key, value in efficiency.items()
@@ -465,12 +529,51 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
     return result
 
 
+_MOST_CHARACTERS = 1_000_000
+"""Of a cluster file: 1,000 devices and their links have a tenth of that."""
+_MOST_VALUES = 200_000
+"""In a cluster file, those behind aliases counted each time."""
+_MOST_DEVICES = 1024
+_MOST_KINDS = 256
+_MOST_PAIRS = 1_000_000
+_MOST_SLOTS = 1024
+
+
 def _parse_yaml(text: str, where: str) -> object:
+    if len(text) > _MOST_CHARACTERS:
+        raise ClusterError(
+            f"{where}: {len(text):,} characters, a cluster file has at most {_MOST_CHARACTERS:,}"
+        )
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        # Before anything is made of it: ten lines of aliases can stand for billions of values.
+        if _size(node, {}) > _MOST_VALUES:
+            raise ClusterError(f"{where}: its aliases stand for over {_MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as fault:
         reason = " ".join(str(fault).split())
         raise ClusterError(f"{where}: not valid YAML: {reason}") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that contains itself is counted as endless."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1  # what it is while we are inside
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+    return known[id(node)]
+
+
+def _not_more(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise ClusterError(f"{count:,} {what}; a cluster has at most {most:,}")
 
 
 def _fields(value: object, what: str, known: set[str]) -> dict[str, Any]:
@@ -538,9 +641,11 @@ def _not_negative(value: float, what: str) -> None:
 
 
 def _unique(names: Sequence[str], what: str, cluster: str) -> None:
+    seen: set[str] = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in seen:
             raise ClusterError(f"cluster {cluster!r} has two {what}s named {name!r}")
+        seen.add(name)
 
 
 # --- routes --------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
 from placewright.graph import FloatArray, Graph, Work, frozen
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-costs/1"
 
@@ -44,8 +47,20 @@ class Costs:
     """[K, N] of all runs of an op in a step; infinite where it has no kernel."""
     source: npt.NDArray[np.uint8]
     """[K, N] a `Source` for each number."""
+    overhead_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
+    """[K, N] what issuing each op takes on top, by whom the cluster says; all 0 unless given, as
+    where `op_seconds` are measurements of the whole."""
 
     def __post_init__(self) -> None:
+        if not self.overhead_seconds.size:
+            object.__setattr__(self, "overhead_seconds", frozen(np.zeros(self.op_seconds.shape)))
+        if self.overhead_seconds.shape != self.op_seconds.shape:
+            raise CostsError(
+                f"overhead of shape {self.overhead_seconds.shape} for costs of shape "
+                f"{self.op_seconds.shape}"
+            )
+        if not np.all((self.overhead_seconds >= 0) & np.isfinite(self.overhead_seconds)):
+            raise CostsError("overhead must be finite and not negative")
         if self.op_seconds.shape != self.source.shape or len(self.kinds) != len(self.op_seconds):
             raise CostsError(
                 f"costs of shape {self.op_seconds.shape} for {len(self.kinds)} device kinds"
@@ -68,6 +83,8 @@ class Costs:
         digest = hashlib.sha256("\n".join(self.kinds).encode())
         digest.update(np.ascontiguousarray(self.op_seconds).tobytes())
         digest.update(np.ascontiguousarray(self.source).tobytes())
+        if self.overhead_seconds.any():  # costs from before there was overhead keep theirs
+            digest.update(np.ascontiguousarray(self.overhead_seconds).tobytes())
         return digest.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -97,6 +114,11 @@ class Costs:
                 kind: {
                     "seconds": [None if s == np.inf else s for s in self.op_seconds[k].tolist()],
                     "source": [Source(s).name.lower() for s in self.source[k].tolist()],
+                    **(
+                        {"overhead": self.overhead_seconds[k].tolist()}
+                        if self.overhead_seconds[k].any()
+                        else {}
+                    ),
                 }
                 for k, kind in enumerate(self.kinds)
             },
@@ -122,10 +144,12 @@ class Costs:
             sources = [
                 [Source[name.upper()] for name in entry["source"]] for entry in kinds.values()
             ]
+            overhead = [entry.get("overhead", [0.0] * graph.num_ops) for entry in kinds.values()]
             costs = Costs(
                 kinds=tuple(kinds),
                 op_seconds=frozen(np.array(seconds, dtype=np.float64)),
                 source=frozen(np.array(sources, dtype=np.uint8)),
+                overhead_seconds=frozen(np.array(overhead, dtype=np.float64)),
             )
         except (
             KeyError, TypeError, ValueError, AttributeError, OverflowError, CostsError
@@ -162,10 +186,19 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     Measured numbers in `tables` (later ones win) go before those in the graph, and both before the
     roofline estimate.
     """
+    known = {name for kind in cluster.kinds for name in (kind.type, kind.name)}
+    unused = sorted(set(graph.measured_seconds) - known)
+    if unused:
+        logger.warning(
+            "graph %r has seconds for %s, of which cluster %r has none; it has %s",
+            graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(known)),
+        )  # fmt: skip
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
+    overhead = np.zeros(seconds.shape)
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
+        overhead[k] = _overhead(kind, cluster.issue, graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -180,13 +213,36 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
                 seconds[k, known] = table.op_seconds[row, known]
                 source[k, known] = Source.TABLE
         missing = ~graph.runs_on(kind.type)
+        # What was measured is the whole of the op.
+        overhead[k, source[k] != Source.ROOFLINE] = 0.0
+        overhead[k, missing] = 0.0
         seconds[k, missing] = np.inf
         source[k, missing] = Source.NO_KERNEL
     return Costs(
         kinds=tuple(kind.name for kind in cluster.kinds),
         op_seconds=frozen(seconds),
         source=frozen(source),
+        overhead_seconds=frozen(overhead),
     )
+
+
+# --- overhead ------------------------------------------------------------------------------------
+
+
+def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
+    """[N] seconds that issuing each op takes, in all its runs.
+
+    An op that does no work on the device starts no kernel: it costs what the host spends on it,
+    which holds up nobody unless the host's cores are the device.
+    """
+    works = graph.work != Work.NONE
+    launches = np.where(works, graph.launches, 0.0) * graph.run_count
+    if issue == "none":
+        return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
+    seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
+    if issue == "device" and kind.type == "cpu":
+        seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
+    return np.asarray(seconds, dtype=np.float64)
 
 
 # --- roofline ------------------------------------------------------------------------------------
@@ -197,10 +253,10 @@ _TINY_BYTES = 64 * 1024
 
 
 def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
-    """[N] seconds of one run: overhead plus the slower of computing and moving bytes."""
+    """[N] seconds of one run: the slower of computing and moving bytes."""
     flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
     tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
-    seconds = np.full(graph.num_ops, kind.dispatch_seconds)
+    seconds = np.zeros(graph.num_ops)
     cached = (moved <= kind.cache_bytes) if kind.cache_bandwidth else np.zeros_like(tiny)
     for members, name in [
         (tiny & (work != Work.NONE), _TINY),
@@ -214,5 +270,5 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
         bandwidth = np.where(
             cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share
         )
-        seconds[members] += kind.launch_seconds + np.maximum(compute, moved[members] / bandwidth)
+        seconds[members] = np.maximum(compute, moved[members] / bandwidth)
     return seconds

@@ -124,6 +124,9 @@ class Op:
     """The forward op whose gradient this op helps to compute: a wish to be near, not a must."""
     kernels: tuple[str, ...] | None = None
     """Device types that can run it; None for all."""
+    launches: float = 1.0
+    """How many kernels it starts: less than one for an op whose kernel does the work of several
+    (a fused optimizer's, a compiled cluster's), more for one that is made of several."""
     work: Work | None = None
     """What kind of work it does; None to have it guessed from its type."""
     moved_bytes: int | None = None
@@ -175,6 +178,8 @@ class Graph:
     """[E] consuming op."""
     edge_tensor: IndexArray
     """[E] tensor carried, -1 for a control edge."""
+    launches: FloatArray
+    """[N] how many kernels each op starts."""
     stated_work: npt.NDArray[np.int8]
     """[N] the `Work` of each op, -1 where it was not said; see `work`."""
     stated_bytes: IntArray
@@ -296,6 +301,8 @@ class Graph:
             for key in sorted(table):
                 digest.update(key.encode())
                 digest.update(np.ascontiguousarray(table[key]).tobytes())
+        if (self.launches != 1.0).any():  # graphs from before this existed keep their fingerprints
+            digest.update(b"launches" + self.launches.tobytes())
         # Graphs from before these existed keep their fingerprints.
         if (self.stated_work >= 0).any():
             digest.update(b"work" + self.stated_work.tobytes())
@@ -327,6 +334,7 @@ class Graph:
         types = {type_: listed.tolist() for type_, listed in self.kernels.items()}
         flops = self.flops.tolist()
         offsets = self.output_offsets.tolist()
+        launches = self.launches.tolist()
         work, moved = self.stated_work.tolist(), self.stated_bytes.tolist()
         counts = self.run_count.tolist()
         tensors = [self._tensor(t) for t in range(self.num_tensors)]
@@ -346,6 +354,7 @@ class Graph:
                 kernels=tuple(t for t, has in types.items() if has[i])
                 if self.restricted[i]
                 else None,
+                launches=launches[i],
                 work=None if work[i] < 0 else Work(work[i]),
                 moved_bytes=None if moved[i] < 0 else moved[i],
                 count=counts[i],
@@ -403,6 +412,8 @@ def to_json(graph: Graph) -> dict[str, Any]:
             record["gradient_of"] = op.gradient_of
         if op.kernels is not None:
             record["kernels"] = list(op.kernels)
+        if op.launches != 1.0:
+            record["launches"] = op.launches
         if op.work is not None:
             record["work"] = op.work.name.lower()
         if op.moved_bytes is not None:
@@ -437,10 +448,15 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return record
 
 
+_MOST_OPS = 5_000_000
+_MOST_DIMENSIONS = 64
+_MOST_KINDS = 64
+"""Kinds of device that a graph file has seconds for: each takes memory for every op."""
+
 _GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules", "loops"}
 _OP_KEYS = {
     "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
-    "gradient_of", "kernels", "work", "moved_bytes", "count",
+    "gradient_of", "kernels", "work", "moved_bytes", "count", "launches",
 }  # fmt: skip
 _TENSOR_KEYS = {"bytes", "shape", "dtype", "shares"}
 _EDGE_KEYS = {"from", "to", "output", "control"}
@@ -457,6 +473,9 @@ def from_json(document: object, *, where: str) -> Graph:
     ops, edges = document.get("ops"), document.get("edges", [])
     if not isinstance(ops, list) or not isinstance(edges, list):
         raise ModelError(f"{where}: 'ops' and 'edges' must be lists; is this a graph file?")
+    for what, count in (("ops", len(ops)), ("edges", len(edges))):
+        if count > _MOST_OPS:
+            raise ModelError(f"{where}: {count:,} {what}; a graph has at most {_MOST_OPS:,}")
     _no_unknown_keys(document, _GRAPH_KEYS, where)
     name = document.get("name", Path(where).stem)
     try:
@@ -502,6 +521,7 @@ def _op_from_json(record: object, index: int) -> Op:
         colocate=_texts(record.get("colocate", []), f"'colocate' of {what}"),
         gradient_of=None if forward is None else _text(forward, f"'gradient_of' of {what}"),
         kernels=None if kernels is None else _texts(kernels, f"'kernels' of {what}"),
+        launches=_number(record.get("launches", 1.0), f"'launches' of {what}"),
         work=None if work is None else _work_from_json(work, what),
         moved_bytes=None if moved is None else _whole(moved, f"'moved_bytes' of {what}"),
         count=_whole(record.get("count", 1), f"'count' of {what}"),
@@ -521,8 +541,11 @@ def _tensor_from_json(record: object, what: str) -> Tensor:
     _no_unknown_keys(record, _TENSOR_KEYS, f"an output of {what}")
     shape = record.get("shape")
     if shape is not None:
-        if not isinstance(shape, list):
-            raise ModelError(f"{what}: the shape of an output must be a list of whole numbers")
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+            raise ModelError(
+                f"{what}: the shape of an output must be a list of at most {_MOST_DIMENSIONS} "
+                "whole numbers"
+            )
         shape = tuple(_whole(dim, f"a dimension of {what}") for dim in shape)
     dtype = record.get("dtype", "")
     if dtype != "":
@@ -624,11 +647,13 @@ def _texts(value: object, what: str) -> tuple[str, ...]:
 
 
 def _whole(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_BYTES:
+    # JSON knows one kind of number: a tool that writes 4096.0 means 4096.
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or not 0 <= value <= _MOST_BYTES:  # type: ignore[operator]
         raise ModelError(
             f"{what} must be a whole number that is not negative (nor absurd), not {value!r:.40}"
         )
-    return value
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _number(value: object, what: str) -> float:
@@ -690,6 +715,7 @@ def _build(
     _check_totals(ops)
     for edge in edges:
         _check_edge(edge, ops, index)
+    _check_read_bytes(ops, edges, index)
 
     order = _topological_order(
         ops,
@@ -705,6 +731,11 @@ def _build(
     restricted = np.array([op.kernels is not None for op in ops], dtype=np.bool_)
     types = sorted({type_ for op in ops for type_ in op.kernels or ()})
     kinds = sorted({kind for op in ops for kind in op.seconds})
+    if max(len(types), len(kinds)) > _MOST_KINDS:
+        raise ModelError(
+            f"kernels for {len(types):,} types and seconds on {len(kinds):,} kinds of device; a "
+            f"graph has at most {_MOST_KINDS} of each"
+        )
 
     edge_src = np.array([index[edge.src] for edge in edges], dtype=np.int32)
     edge_dst = np.array([index[edge.dst] for edge in edges], dtype=np.int32)
@@ -745,6 +776,7 @@ def _build(
         edge_src=frozen(edge_src[by_consumer]),
         edge_dst=frozen(edge_dst[by_consumer]),
         edge_tensor=frozen(edge_tensor[by_consumer]),
+        launches=frozen(np.array([op.launches for op in ops], dtype=np.float64)),
         stated_work=frozen(
             np.array([-1 if op.work is None else op.work for op in ops], dtype=np.int8)
         ),
@@ -767,6 +799,8 @@ def _check_op(op: Op) -> None:
     for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
         if size < 0:
             raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
+    costs = [("flops", op.flops), ("launches", op.launches)]
+    costs += [*((f"seconds on {k}", s) for k, s in op.seconds.items())]
     if op.moved_bytes is not None and op.moved_bytes < 0:
         raise ModelError(f"op {op.name!r} moves a negative number of bytes ({op.moved_bytes})")
     if op.count < 1:
@@ -777,6 +811,21 @@ def _check_op(op: Op) -> None:
             raise ModelError(
                 f"{label} of op {op.name!r} must be finite and not negative, not {value}"
             )
+
+
+def _check_read_bytes(ops: Sequence[Op], edges: Sequence[Edge], index: Mapping[str, int]) -> None:
+    """Sums over inputs count a tensor as often as it is read, and an update's also the variable and
+    its state, read and written. They must stay within 64 bits."""
+    total = 0
+    for edge in edges:
+        op = ops[index[edge.src]]
+        if edge.output is not None:
+            total += op.outputs[edge.output].bytes + 2 * (op.param_bytes + op.slot_bytes)
+    if total > _MOST_BYTES:
+        raise ModelError(
+            f"all ops together read {total:.3g} bytes, counting each tensor as often as it is "
+            "read; is the unit of bytes right?"
+        )
 
 
 def _check_totals(ops: Sequence[Op]) -> None:

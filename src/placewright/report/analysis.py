@@ -55,21 +55,25 @@ class PathShare(NamedTuple):
     transfer_seconds: float
     group_seconds: FloatArray
     """[G] spent on ops of each group."""
+    issue_seconds: float
+    """Spent on issuing ops, where somebody else than their device does that."""
 
 
 def critical_path_shares(timeline: Timeline) -> PathShare:
     problem = timeline.problem
     devices = np.zeros(problem.num_devices)
     groups = np.zeros(problem.num_groups)
-    moving = 0.0
+    moving = issuing = 0.0
     for entry in timeline.critical_path:
         seconds = entry.end - entry.start
-        if entry.transfer is None:
+        if entry.issues:
+            issuing += seconds
+        elif entry.transfer is None:
             devices[timeline.op_device[entry.op]] += seconds
             groups[problem.grouping.group_of[entry.op]] += seconds
         else:
             moving += seconds
-    return PathShare(devices, moving, groups)
+    return PathShare(devices, moving, groups, issuing)
 
 
 def busy_devices(timeline: Timeline) -> FloatArray:

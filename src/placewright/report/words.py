@@ -11,7 +11,8 @@ from placewright.costs import Source
 from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.run import Run
-from placewright.simulator.timeline import Timeline
+from placewright.simulator import StepRange, Timeline
+from placewright.simulator.makeup import described, range_line
 
 
 class Section(NamedTuple):
@@ -184,6 +185,7 @@ def explain(run: Run) -> list[Section]:
         sections.append(Section(title, tuple(_where(run.timeline))))
     if run.timeline is not None and run.ok:
         sections += [
+            Section("What the step is made of", tuple(_made_of(run))),
             Section("What runs at the same time", tuple(_parallel(run.timeline))),
             Section("What is sent", tuple(_sent(run.timeline))),
             Section("What the step waits for", tuple(_critical(run.timeline))),
@@ -222,6 +224,31 @@ def _where(timeline: Timeline) -> list[str]:
             f"{device.name}: {plural(len(groups), 'group')}, {share:.0%} of the computing, "
             f"{bytes_text(peak)} of {bytes_text(device.memory_bytes)} memory: {listed(shown)}."
         )
+    return lines
+
+
+def _made_of(run: Run) -> list[str]:
+    """By device and along the chain of things that wait for each other."""
+    assert run.timeline is not None
+    timeline = run.timeline
+    lines = [
+        f"{device.name}: {described(parts)}."
+        for device, parts in zip(
+            timeline.problem.cluster.devices, timeline.device_parts, strict=True
+        )
+        if parts.compute or parts.overhead
+    ]
+    lines.append(f"Of the step as a whole, {described(timeline.path_parts)}.")
+    made = run.summary.get("makeup") or {}
+    if made.get("rests_on_overhead"):
+        lines.append(
+            "The speed-up comes from spreading the overhead of issuing ops over devices: without "
+            f"overhead {made['speed_up_without_overhead']:.2f}x is left of "
+            f"{made['speed_up']:.2f}x."
+        )
+    of = run.summary.get("step_range")
+    if of and (line := range_line(StepRange(**of))):
+        lines.append(f"{line[0].upper()}{line[1:]}.")
     return lines
 
 
@@ -289,6 +316,8 @@ def _critical(timeline: Timeline) -> list[str]:
         for d in order
         if share.device_seconds[d] >= 0.005 * step
     ]
+    if share.issue_seconds >= 0.005 * step:
+        parts.append(f"{share.issue_seconds / step:.0%} issuing ops")
     parts.append(f"{share.transfer_seconds / step:.0%} transfers")
     lines = [f"Of the longest chain of things that wait for each other: {listed(parts)}."]
     groups = np.argsort(-share.group_seconds, kind="stable")[:3].tolist()
