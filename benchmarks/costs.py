@@ -79,7 +79,8 @@ def audit(
     problem = make_problem(graph, cluster)
     alone = np.zeros((1, problem.num_groups), dtype=np.int32)
     predicted = float(Simulator(problem).run(alone).step_seconds[0])
-    seconds = estimate_costs(graph, cluster).op_seconds[0]
+    costs = estimate_costs(graph, cluster)
+    seconds = costs.op_seconds[0] + costs.overhead_seconds[0]
     with TensorFlowRunner(program, cluster, config or RunConfig(steps=20, max_steps=40)) as runner:
         run = runner.measure([0] * graph.num_ops, traces=5)
         if not run.measurement.ok or run.trace is None:
