@@ -94,9 +94,7 @@ def test_gradients_of_a_loop_run_as_often_as_the_loop() -> None:
 
 
 def test_a_loop_over_the_rows_of_an_input_of_open_size() -> None:
-    graph = graph_of(
-        lambda x: tf.map_fn(tf.tanh, x), tf.TensorSpec((None, 4), name="x"), batch=6
-    )
+    graph = graph_of(lambda x: tf.map_fn(tf.tanh, x), tf.TensorSpec((None, 4), name="x"), batch=6)
     assert [loop[1:3] for loop in graph.loops] == [(6, "shape")]
 
 
@@ -151,25 +149,30 @@ def over_a_dataset(dataset: Any) -> Any:
     return train.get_concrete_function(), weights
 
 
-def test_a_loop_over_a_dataset_is_its_body_as_often_as_there_are_elements() -> None:
+def test_a_loop_over_a_dataset_is_its_body(caplog: pytest.LogCaptureFixture) -> None:
     function, weights = over_a_dataset(tf.data.Dataset.from_tensor_slices(tf.ones((20, 4, 8))))
-    graph = load(function)
-    assert found(graph) == {"ScanDataset": (20, "shape")}
-    assert counts(graph, "MatMul") == [20] and counts(graph, "AssignSubVariableOp") == [20]
+    with caplog.at_level(logging.WARNING):
+        graph = load(function)
+    assert found(graph) == {"ScanDataset": (20, "dataset")}
+    assert "goes over a dataset of 20 elements: a step is one iteration of it" in caplog.text
+    assert counts(graph, "MatMul") == [1] and counts(graph, "AssignSubVariableOp") == [1]
     assert graph.param_bytes.sum() == 8 * 8 * 4
-    # Its body may be placed op by op: it is no loop of TensorFlow's executor.
+    # It may be placed op by op.
     assert graph.colocation[graph.op_types.index("MatMul")] == -1
     with pytest.raises(ModelError, match=r"goes over a dataset \('ScanDataset'\)"):
         load_program(function)
+    # Counted as a whole it is a loop like others: on one device, as nothing is sent repeatedly.
+    graph = load(function, loops={"Scan": 9})
+    assert found(graph) == {"ScanDataset": (9, "user")} and counts(graph, "MatMul") == [9]
+    assert graph.colocation[graph.op_types.index("MatMul")] >= 0
     del weights
 
 
-def test_a_dataset_of_unknown_size_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_of_unknown_size(caplog: pytest.LogCaptureFixture) -> None:
     dataset = tf.data.Dataset.from_tensor_slices(tf.ones((20, 4, 8))).filter(lambda x: True)
     function, weights = over_a_dataset(dataset)
     with caplog.at_level(logging.WARNING):
         graph = load(function)
-    assert found(graph) == {"ScanDataset": (None, "unknown")} and counts(graph, "MatMul") == [1]
+    assert found(graph) == {"ScanDataset": (None, "dataset")} and counts(graph, "MatMul") == [1]
     assert "loops={'ScanDataset': N}" in caplog.text
-    assert found(load(function, loops={"Scan": 9})) == {"ScanDataset": (9, "user")}
     del weights

@@ -29,7 +29,7 @@ from placewright.backends.tensorflow.graphdef import (
     parse_input,
 )
 from placewright.backends.tensorflow.kernels import has_gpu_kernel
-from placewright.backends.tensorflow.loops import counts_of, loop_stacks, loops_of
+from placewright.backends.tensorflow.loops import DATASET, counts_of, loop_stacks, loops_of
 from placewright.backends.tensorflow.work import moved_bytes, work_of
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, Edge, Graph, Op, Tensor
@@ -102,8 +102,9 @@ def convert(
     counts = counts_of(nodes, stacks, found_loops)
 
     slots = _slots(nodes, sources, order, index, roles or Roles())
-    # TensorFlow runs a loop's iterations where its condition is; a loop over a dataset has none.
-    frames = [next((f for f in stack if f not in flat.dataset_loops), "") for stack in stacks]
+    # What iterations hand to each other is not sent: a loop stays together.
+    steps = {loop.name for loop in found_loops if loop.source == DATASET}
+    frames = [next((name for name in stack if name not in steps), "") for stack in stacks]
     labels = _labels(nodes, sources, outputs, frames)
     forward = _ForwardOps(nodes, index, sources)
     shapes = [tuple(_sized(output.shape) for output in of) for of in outputs]

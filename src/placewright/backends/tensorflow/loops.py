@@ -38,6 +38,10 @@ _PASSES = frozenset(["Identity", "Switch", "StopGradient", "Cast", "EnsureShape"
 _MOST_ELEMENTS = 1000
 """Constants larger than this are no limits of loops."""
 
+DATASET = "dataset"
+"""Source of the iterations of a loop over a dataset, one of which is a step: all of them would take
+the same placement, and what devices send each other would have to be counted as often."""
+
 Stack = tuple[str, ...]
 """The loops that a node is in, outermost first."""
 
@@ -63,7 +67,9 @@ def counts_of(
     nodes: Sequence[NodeDef], stacks: Sequence[Stack], loops: Sequence[Loop]
 ) -> list[int]:
     """[N] how often each node runs in a step."""
-    iterations = {loop.name: max(loop.iterations or 1, 1) for loop in loops}
+    iterations = {
+        loop.name: 1 if loop.source == DATASET else max(loop.iterations or 1, 1) for loop in loops
+    }
     counts = []
     for node, stack in zip(nodes, stacks, strict=True):
         # A value enters and leaves once, however often the loop goes round.
@@ -116,7 +122,15 @@ def _by_loop(names: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
 
 def _ask(loops: Sequence[Loop], stacks: Sequence[Stack]) -> None:
     for loop in loops:
-        if loop.iterations is None:
+        if loop.source == DATASET:
+            log.warning(
+                "loop %r goes over a dataset%s: a step is one iteration of it; say loops={%r: N} "
+                "to count N of them, all on one device",
+                loop.name,
+                "" if loop.iterations is None else f" of {loop.iterations} elements",
+                loop.name,
+            )
+        elif loop.iterations is None:
             ops = sum(loop.name in stack for stack in stacks)
             log.warning(
                 "it is not known how often loop %r (%d ops) runs, so that it counts as one "
@@ -158,8 +172,8 @@ class _Counter:
         self._found: dict[str, tuple[int | None, str]] = {
             name: (iterations, "user") for name, iterations in given.items()
         }
-        for name, iterations in flat.dataset_sizes.items():
-            self._found.setdefault(name, (iterations, "shape"))
+        for name in flat.dataset_loops:
+            self._found.setdefault(name, (flat.dataset_sizes.get(name), DATASET))
         self._values: dict[str, _Known | None] = {}
 
     def iterations(self, loop: str) -> tuple[int | None, str]:
