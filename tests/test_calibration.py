@@ -24,6 +24,7 @@ from placewright.calibration import (
     fit,
     op_table,
     rank_correlation,
+    why_distrusted,
     varied_placements,
 )
 from placewright.cluster import Cluster

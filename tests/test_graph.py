@@ -274,7 +274,8 @@ def test_work_is_guessed_from_the_type_where_nobody_said_it() -> None:
     assert moved["said"] == 7
     assert moved["apply"] == 4000 + 3 * 10**6  # the gradient, and the variable read and written
     again = from_json(to_json(graph), where="g.json")
-    assert again == graph and again.stated_work.tolist() == graph.stated_work.tolist()
+    assert again == graph
+    assert again.stated_work.tolist() == graph.stated_work.tolist()
 
 
 def test_loops_are_kept_in_files_and_stay_together() -> None:
@@ -286,7 +287,8 @@ def test_loops_are_kept_in_files_and_stay_together() -> None:
     assert graph.run_count.tolist() == [1, 1, 50, 50]
     assert graph.colocation.tolist() == [-1, -1, 0, 0]  # else every iteration would send something
     again = from_json(json.loads(json.dumps(to_json(graph))), where="g.json")
-    assert again == graph and again.loops == tuple(loops)
+    assert again == graph
+    assert again.loops == tuple(loops)
     once = Graph.from_ops("g", [dataclasses.replace(op, count=1) for op in ops], edges)
     assert once.fingerprint != graph.fingerprint
 

@@ -61,6 +61,10 @@ def calibrate(
     dim: common.DimOption = None,
     signature: common.SignatureOption = None,
     fetch: common.FetchOption = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Keep costs that cannot be trusted, as on a busy machine."),
+    ] = False,
     as_json: common.JsonOption = False,
 ) -> None:
     """Measure the costs of a model's ops and of the links of this machine, for the simulator.
@@ -100,7 +104,7 @@ def calibrate(
         pace = None
         if output is not None:
             found = calibration.calibrate(
-                problem, runner, fitted_to, say=lambda text: say(f"{text} ...")
+                problem, runner, fitted_to, forced=force, say=lambda text: say(f"{text} ...")
             )
             found.save(output, program.graph)
             problem, pace = found.problem(problem), found.pace

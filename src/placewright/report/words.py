@@ -51,22 +51,16 @@ def loop_lines(loops: Sequence[Loop]) -> list[str]:
     """A line for each loop: how often it runs, and how that is known."""
     lines = []
     for loop in loops:
-        within = f", inside {loop.within!r}" if loop.within else ""
         if loop.source == "dataset":
-            often = "" if loop.iterations is None else f" of {loop.iterations:,} elements"
-            lines.append(
-                f"Loop {loop.name!r} over a dataset{often}{within}: a step is one iteration."
-            )
+            many = "" if loop.iterations is None else f" of {loop.iterations:,} elements"
+            often = f"goes over a dataset{many}; a step is one iteration"
         elif loop.iterations is None:
-            lines.append(
-                f"Loop {loop.name!r}{within}: how often it runs is not known, and it counts as one "
-                "iteration."
-            )
+            often = "runs nobody knows how often and counts as one iteration"
         else:
-            known = "as you said" if loop.source == "user" else f"known from a {loop.source}"
-            lines.append(
-                f"Loop {loop.name!r}{within}: {plural(loop.iterations, 'iteration')}, {known}."
-            )
+            known = "you said so" if loop.source == "user" else f"known from a {loop.source}"
+            often = f"runs {plural(loop.iterations, 'iteration')} ({known})"
+        within = f" inside {loop.within!r}" if loop.within else ""
+        lines.append(f"Loop {loop.name!r}{within} {often}.")
     return lines
 
 

@@ -75,8 +75,10 @@ def test_nested_loops_multiply() -> None:
     graph = graph_of(function, VECTOR)
     outer, inner = graph.loops
     assert (outer.iterations, inner.iterations) == (3, 5)
-    assert outer.within == "" and inner.within == outer.name
-    assert counts(graph, "Tanh") == [15] and counts(graph, "Sin") == [3]
+    assert outer.within == ""
+    assert inner.within == outer.name
+    assert counts(graph, "Tanh") == [15]
+    assert counts(graph, "Sin") == [3]
 
 
 def test_gradients_of_a_loop_run_as_often_as_the_loop() -> None:
@@ -112,7 +114,8 @@ def test_an_unknown_loop_is_asked_for_by_name(caplog: pytest.LogCaptureFixture) 
     assert "loops={'while': N}" in caplog.text
     caplog.clear()
     graph = graph_of(function, VECTOR, loops={"whil.": 12})
-    assert found(graph) == {"while": (12, "user")} and counts(graph, "Tanh") == [12]
+    assert found(graph) == {"while": (12, "user")}
+    assert counts(graph, "Tanh") == [12]
     assert not caplog.text
     with pytest.raises(ModelError, match=r"'lstm' matches no loop; the loops are: 'while'"):
         graph_of(function, VECTOR, loops={"lstm": 12})
@@ -155,7 +158,8 @@ def test_a_loop_over_a_dataset_is_its_body(caplog: pytest.LogCaptureFixture) -> 
         graph = load(function)
     assert found(graph) == {"ScanDataset": (20, "dataset")}
     assert "goes over a dataset of 20 elements: a step is one iteration of it" in caplog.text
-    assert counts(graph, "MatMul") == [1] and counts(graph, "AssignSubVariableOp") == [1]
+    assert counts(graph, "MatMul") == [1]
+    assert counts(graph, "AssignSubVariableOp") == [1]
     assert graph.param_bytes.sum() == 8 * 8 * 4
     # It may be placed op by op.
     assert graph.colocation[graph.op_types.index("MatMul")] == -1
@@ -163,7 +167,8 @@ def test_a_loop_over_a_dataset_is_its_body(caplog: pytest.LogCaptureFixture) -> 
         load_program(function)
     # Counted as a whole it is a loop like others: on one device, as nothing is sent repeatedly.
     graph = load(function, loops={"Scan": 9})
-    assert found(graph) == {"ScanDataset": (9, "user")} and counts(graph, "MatMul") == [9]
+    assert found(graph) == {"ScanDataset": (9, "user")}
+    assert counts(graph, "MatMul") == [9]
     assert graph.colocation[graph.op_types.index("MatMul")] >= 0
     del weights
 
@@ -173,6 +178,7 @@ def test_a_dataset_of_unknown_size(caplog: pytest.LogCaptureFixture) -> None:
     function, weights = over_a_dataset(dataset)
     with caplog.at_level(logging.WARNING):
         graph = load(function)
-    assert found(graph) == {"ScanDataset": (None, "dataset")} and counts(graph, "MatMul") == [1]
+    assert found(graph) == {"ScanDataset": (None, "dataset")}
+    assert counts(graph, "MatMul") == [1]
     assert "loops={'ScanDataset': N}" in caplog.text
     del weights
