@@ -24,8 +24,8 @@ from placewright.calibration import (
     fit,
     op_table,
     rank_correlation,
-    why_distrusted,
     varied_placements,
+    why_distrusted,
 )
 from placewright.cluster import Cluster
 from placewright.costs import Costs, Source
