@@ -147,7 +147,7 @@ def _by_type(
 
 def _fused(graph: Graph, traced: np.ndarray[Any, Any]) -> dict[int, int]:
     """Op -> the op without a time of its own that it was run together with."""
-    found = {}
+    found: dict[int, int] = {}
     products = (Work.CONV, Work.MATMUL)
     for src, dst in zip(graph.edge_src.tolist(), graph.edge_dst.tolist(), strict=True):
         if traced[src] == 0 and traced[dst] > 0 and graph.work[src] in products:

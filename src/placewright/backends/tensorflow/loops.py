@@ -105,7 +105,7 @@ def _dataset_loops(name: str, loops: Sequence[str]) -> Stack:
 
 
 def _by_loop(names: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
-    result = {}
+    result: dict[str, int] = {}
     for pattern, iterations in given.items():
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
             raise ModelError(f"loops: {pattern!r} must be a whole number from 1, not {iterations}")
@@ -359,7 +359,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], float]] = {
 }  # fmt: skip
 """Iterations of a counter that has this distance to its limit, by steps of that size."""
 
-_MIRRORED = {
+_MIRRORED: Mapping[Callable[[float, float], float], Callable[[float, float], float]] = {
     _below: _above, _above: _below, _up_to: _down_to, _down_to: _up_to, _until: _until,
 }  # fmt: skip
 
