@@ -96,7 +96,7 @@ def moved_bytes(
     if op_type == "DepthwiseConv2dNativeBackpropFilter" and len(shapes[-1]) == 4 and shapes[0]:
         # TensorFlow makes a gradient for each image, and for that copies what the filter sees.
         window = shapes[-1][0] * shapes[-1][1]
-        return max(sum(inputs) + made, 4 * window * shapes[0][0] * made)
+        return max(sum(inputs) + made, 3 * window * shapes[0][0] * made)
     return None
 
 
