@@ -1,8 +1,8 @@
 """Predicted training steps on one H200 beside measured ones, eager and captured in a CUDA graph.
 
-The measured steps are PyTorch's (TF32, Adam). The graphs are those of the same models in Keras, with
-what PyTorch does in one kernel made one op: batch and layer normalization, activations, a step of a
-recurrent layer, the optimizer for a group of tensors.
+The measured steps are PyTorch's (TF32, Adam). The graphs are those of the same models in Keras,
+with what PyTorch does in one kernel made one op: batch and layer normalization, activations, a step
+of a recurrent layer, the optimizer for a group of tensors.
 
     python -m benchmarks.overhead --csv benchmarks/results/overhead/h200.csv
 """
@@ -23,12 +23,11 @@ import numpy as np
 from benchmarks.common import Row, markdown, write_csv
 from placewright.backends import load
 from placewright.cluster import Cluster
-from placewright.costs import Costs, estimate_costs
+from placewright.costs import estimate_costs
 from placewright.graph import Graph, Work, frozen
-from placewright.grouping import each_op
 from placewright.placement import Placement
-from placewright.problem import Problem
-from placewright.simulator import Parts, Simulator, Timeline
+from placewright.problem import make_problem
+from placewright.simulator import Simulator, Timeline
 
 BATCH = 32
 TENSORS_A_KERNEL = 36
@@ -97,9 +96,9 @@ def predicted(graph: Graph, mode: str) -> Timeline:
     costs = estimate_costs(graph, cluster)
     own = np.where(np.isnan(seconds) | ~np.isfinite(costs.op_seconds), costs.op_seconds, seconds)
     costs = dataclasses.replace(costs, op_seconds=frozen(own))
-    problem = Problem(graph=graph, grouping=each_op(graph), cluster=cluster, costs=costs)
+    problem = dataclasses.replace(make_problem(graph, cluster, target_groups=1), costs=costs)
     gpu = cluster.device_number("gpu:0")
-    return Simulator(problem).timeline(Placement.of(problem, [gpu] * graph.num_ops))
+    return Simulator(problem).timeline(Placement.of(problem, [gpu] * problem.num_groups))
 
 
 def as_in_pytorch(graph: Graph, cluster: Cluster, *, fused: bool) -> tuple[Graph, Any]:
@@ -123,7 +122,8 @@ def as_in_pytorch(graph: Graph, cluster: Cluster, *, fused: bool) -> tuple[Graph
     recurrent = _named(graph, r"(^|/)(lstm|gru)(_\d+)?(_1)?/") & works & ~adam
     if recurrent.any():
         _share(launches, seconds, recurrent, 2 * 2 * 50, np.zeros((len(cluster.kinds), 1)))
-    return dataclasses.replace(graph, launches=frozen(launches)), seconds
+    anywhere = frozen(np.zeros(graph.num_ops, dtype=np.bool_))
+    return dataclasses.replace(graph, launches=frozen(launches), restricted=anywhere), seconds
 
 
 def _share(launches: Any, seconds: Any, members: Any, kernels: int, total: Any) -> None:
