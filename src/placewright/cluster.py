@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
-OP_CLASSES = ("conv", "matmul", "memory", "gather", "update", "tiny")
-"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), and
+OP_CLASSES = ("conv", "depthwise", "matmul", "memory", "gather", "update", "tiny")
+"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`),
+convolutions of each channel by itself, which come nowhere near the bandwidth that limits them, and
 ops too small to fill the device."""
 
 ISSUES = ("device", "host", "none")
@@ -62,7 +63,8 @@ class DeviceKind:
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
     gap_seconds: float = 0.0
-    """What lies between two kernels where nobody issues them one by one, as in a captured graph."""
+    """What each kernel takes of the device besides its work, whoever issues it: starting up, running
+    out, and what lies between two."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
 
@@ -87,7 +89,7 @@ class DeviceKind:
     def share(self, op_class: str) -> float:
         """Of the peak, for a class of op: `gather` and `update` are as `memory` unless they have a
         share of their own, and what is not given at all reaches the peak."""
-        if op_class in ("gather", "update") and op_class not in self.efficiency:
+        if op_class in ("depthwise", "gather", "update") and op_class not in self.efficiency:
             op_class = "memory"
         return self.efficiency.get(op_class, 1.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -199,6 +200,8 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
         overhead[k] = _overhead(kind, cluster.issue, graph)
+        if cluster.issue != "none":  # there nobody else has overhead, and this is told as such
+            seconds[k] += _gaps(kind, graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -235,19 +238,26 @@ def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
     An op that does no work on the device starts no kernel: it costs what the host spends on it,
     which holds up nobody unless the host's cores are the device.
     """
+    if issue == "none":
+        return _gaps(kind, graph)
     works = graph.work != Work.NONE
     launches = np.where(works, graph.launches, 0.0) * graph.run_count
-    if issue == "none":
-        return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
     seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
     if issue == "device" and kind.type == "cpu":
         seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
     return np.asarray(seconds, dtype=np.float64)
 
 
+def _gaps(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds that the kernels of each op take of the device besides their work."""
+    launches = np.where(graph.work != Work.NONE, graph.launches, 0.0) * graph.run_count
+    return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
+
+
 # --- roofline ------------------------------------------------------------------------------------
 
 _TINY = "tiny"
+_DEPTHWISE = re.compile("depthwise", re.IGNORECASE)
 _TINY_FLOPS = 1e6
 _TINY_BYTES = 64 * 1024
 
@@ -256,12 +266,15 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
     """[N] seconds of one run: the slower of computing and moving bytes."""
     flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
     tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
+    of_type = {type_: bool(_DEPTHWISE.search(type_)) for type_ in set(graph.op_types)}
+    depthwise = ~tiny & (work == Work.CONV) & [of_type[type_] for type_ in graph.op_types]
     seconds = np.zeros(graph.num_ops)
     for members, name in [
         (tiny & (work != Work.NONE), _TINY),
         *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
+        (depthwise, "depthwise"),
     ]:
-        compute_share = kind.share(name)
+        compute_share = kind.share("conv" if name == "depthwise" else name)
         # The bytes of a matrix product or a convolution move like those of any other op.
         memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
         compute = flops[members] / (kind.peak_flops * compute_share)
