@@ -63,8 +63,8 @@ class DeviceKind:
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
     gap_seconds: float = 0.0
-    """What each kernel takes of the device besides its work, whoever issues it: starting up, running
-    out, and what lies between two."""
+    """What each kernel takes of the device besides its work, whoever issues it: starting up,
+    running out, and what lies between two."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
 
