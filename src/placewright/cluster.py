@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
-OP_CLASSES = ("conv", "matmul", "memory", "gather", "update", "elementwise", "tiny")
+OP_CLASSES = (
+    "conv", "depthwise", "matmul", "memory", "gather", "update", "elementwise", "tiny",
+)  # fmt: skip
 """Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), ops
 too small to fill the device, and `elementwise`: what those that are neither convolutions nor matrix
 products compute."""
@@ -68,7 +70,8 @@ class DeviceKind:
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
     gap_seconds: float = 0.0
-    """What lies between two kernels where nobody issues them one by one, as in a captured graph."""
+    """What each kernel takes of the device besides its work, whoever issues it: starting up,
+    running out, and what lies between two."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
 
@@ -93,9 +96,11 @@ class DeviceKind:
                 raise ClusterError(f"{what}: efficiency {name} must be in (0, 1], not {share}")
 
     def share(self, op_class: str) -> float:
-        """Of the peak, for a class of op: `gather`, `update` and `elementwise` are as `memory`
-        unless they have a share of their own, and what is not given at all reaches the peak."""
-        if op_class in ("gather", "update", "elementwise") and op_class not in self.efficiency:
+        """Of the peak, for a class of op: `depthwise`, `gather`, `update` and `elementwise` are as
+        `memory` unless they have a share of their own, and what is not given at all reaches the
+        peak."""
+        own = ("depthwise", "gather", "update", "elementwise")
+        if op_class in own and op_class not in self.efficiency:
             op_class = "memory"
         return self.efficiency.get(op_class, 1.0)
 

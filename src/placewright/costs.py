@@ -199,19 +199,21 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
         overhead[k] = _overhead(kind, cluster.issue, graph)
+        if cluster.issue != "none":  # there nobody else has overhead, and this is told as such
+            seconds[k] += _gaps(kind, graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
                 measured = graph.measured_seconds[key]
-                known = ~np.isnan(measured)
-                seconds[k, known] = measured[known]
-                source[k, known] = Source.GRAPH
+                told = ~np.isnan(measured)
+                seconds[k, told] = measured[told]
+                source[k, told] = Source.GRAPH
         for table in tables:
             if kind.name in table.kinds:
                 row = table.kinds.index(kind.name)
-                known = table.source[row] >= Source.GRAPH
-                seconds[k, known] = table.op_seconds[row, known]
-                source[k, known] = Source.TABLE
+                told = table.source[row] >= Source.GRAPH
+                seconds[k, told] = table.op_seconds[row, told]
+                source[k, told] = Source.TABLE
         missing = ~graph.runs_on(kind.type)
         # What was measured is the whole of the op.
         overhead[k, source[k] != Source.ROOFLINE] = 0.0
@@ -235,14 +237,20 @@ def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
     An op that does no work on the device starts no kernel: it costs what the host spends on it,
     which holds up nobody unless the host's cores are the device.
     """
+    if issue == "none":
+        return _gaps(kind, graph)
     works = graph.work != Work.NONE
     launches = np.where(works, graph.launches, 0.0) * graph.run_count
-    if issue == "none":
-        return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
     seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
     if issue == "device" and kind.type == "cpu":
         seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
     return np.asarray(seconds, dtype=np.float64)
+
+
+def _gaps(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds that the kernels of each op take of the device besides their work."""
+    launches = np.where(graph.work != Work.NONE, graph.launches, 0.0) * graph.run_count
+    return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
 
 
 # --- roofline ------------------------------------------------------------------------------------
@@ -262,10 +270,11 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
         (tiny & (work != Work.NONE), _TINY),
         *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
     ]:
-        product = name in ("conv", "matmul")
-        compute_share = kind.share(name if product or name == _TINY else "elementwise")
+        product = name in ("conv", "depthwise", "matmul")
+        peak = "conv" if name == "depthwise" else name
+        compute_share = kind.share(peak if product or name == _TINY else "elementwise")
         # The bytes of a matrix product or a convolution move like those of any other op.
-        memory_share = kind.share("memory" if product else name)
+        memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
         compute = flops[members] / (kind.peak_flops * compute_share)
         bandwidth = np.where(
             cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share

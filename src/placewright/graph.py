@@ -60,6 +60,9 @@ class Work(enum.IntEnum):
     """It reads or writes rows picked from a table; the other rows are not touched."""
     UPDATE = 5
     """It changes all of a variable: reads and writes it, and reads and writes optimizer state."""
+    DEPTHWISE = 6
+    """A convolution of each channel by itself, which comes nowhere near the bandwidth that limits
+    it."""
 
 
 class Tensor(NamedTuple):
@@ -670,6 +673,7 @@ def _number(value: object, what: str) -> float:
 
 
 _GUESSES = (
+    (Work.DEPTHWISE, re.compile(r"depthwise", re.IGNORECASE)),
     (Work.CONV, re.compile(r"conv", re.IGNORECASE)),
     (
         Work.MATMUL,

@@ -374,7 +374,8 @@ def _thinned(seconds: FloatArray, sizes: IntArray, step_seconds: float) -> Index
     points = np.arange(len(seconds), dtype=np.int32)
     if len(points) <= MOST_MEMORY_POINTS:
         return points
-    stretch = np.minimum(seconds / step_seconds, 1.0) * (MOST_MEMORY_POINTS / 2)
+    share = seconds / step_seconds if step_seconds else np.zeros(len(seconds))
+    stretch = np.minimum(share, 1.0) * (MOST_MEMORY_POINTS / 2)
     kept: set[int] = {0, len(points) - 1}
     bounds = np.flatnonzero(np.diff(stretch.astype(np.int64))) + 1
     for part in np.split(points, bounds):

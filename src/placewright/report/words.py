@@ -274,7 +274,7 @@ def _made_of(run: Run) -> list[str]:
 
 def _parallel(timeline: Timeline) -> list[str]:
     names = timeline.problem.cluster.device_names
-    step = timeline.step_seconds
+    step = timeline.step_seconds or 1.0  # of a model that costs nothing
     shares = analysis.busy_devices(timeline) / step if step else np.zeros(1)
     mean = float((shares * np.arange(len(shares))).sum())
     used = int((timeline.busy_seconds > 0).sum())
@@ -328,7 +328,7 @@ def _sent(timeline: Timeline) -> list[str]:
 def _critical(timeline: Timeline) -> list[str]:
     problem = timeline.problem
     names = problem.cluster.device_names
-    step = timeline.step_seconds
+    step = timeline.step_seconds or 1.0  # of a model that costs nothing
     share = analysis.critical_path_shares(timeline)
     order = np.argsort(-share.device_seconds, kind="stable").tolist()
     parts = [

@@ -134,7 +134,7 @@ def convert(
                 gradient_of=forward.of(i),
                 kernels=_kernels_of(node),
                 work=work_of(node.op),
-                moved_bytes=moved_bytes(node.op, read, sizes[i], [*read_shapes, *shapes[i]]),
+                moved_bytes=moved_bytes(node.op, read, sizes[i]),
                 count=counts[i],
             )
         )

@@ -157,6 +157,18 @@ def _convolution(results: tuple[str, int], weights: tuple[str, int], *, depthwis
     return rule
 
 
+def _depthwise_filter_gradient(
+    node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> float:
+    """TensorFlow's kernel for CPUs makes a gradient for each image and adds them up, which where
+    images are small takes far longer than the products."""
+    products = _convolution(("input", 2), ("output", 0), depthwise=True)(node, inputs, outputs)
+    if len(outputs[0]) != 4 or len(inputs[0]) != 4:
+        return products
+    window = outputs[0][0] * outputs[0][1]
+    return max(products, 16.0 * window * inputs[0][0] * math.prod(outputs[0]))
+
+
 def _pool(windows_of: tuple[str, int], each: float = 1, extra: float = 0) -> _Rule:
     def rule(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         tensors = {"input": inputs, "output": outputs}
@@ -205,3 +217,4 @@ for _name, _depthwise in (("Conv2D", False), ("DepthwiseConv2dNative", True), ("
     _RULES[f"{_name}BackpropFilter{_suffix}"] = _convolution(
         ("input", 2), ("output", 0), depthwise=_depthwise
     )
+_RULES["DepthwiseConv2dNativeBackpropFilter"] = _depthwise_filter_gradient

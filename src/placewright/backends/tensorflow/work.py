@@ -31,7 +31,7 @@ _MATMUL = _names("""
     XlaEinsum _FusedMatMul
 """)
 
-_CONV = re.compile(r"^_?(Fused)?(Depthwise)?Conv[23]d?", re.IGNORECASE)
+_CONV = re.compile(r"^_?(Fused)?Conv[23]d", re.IGNORECASE)
 
 _GATHERS = _names("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd")
 """Read the rows that they return."""
@@ -56,6 +56,8 @@ def work_of(op_type: str) -> Work:
         return Work.NONE
     if op_type in _MATMUL:
         return Work.MATMUL
+    if op_type.startswith("DepthwiseConv"):
+        return Work.DEPTHWISE
     if _CONV.match(op_type):
         return Work.CONV
     if op_type in _GATHERS or _SCATTERS.match(op_type) or _SPARSE_APPLY.match(op_type):
@@ -69,12 +71,8 @@ def moved_bytes(
     op_type: str,
     inputs: Sequence[int],
     outputs: Sequence[int],
-    shapes: Sequence[tuple[int, ...]],
 ) -> int | None:
-    """Bytes an op reads and writes, from those of its inputs and outputs; None for all of them.
-
-    `shapes` are those of the inputs and then the outputs.
-    """
+    """Bytes an op reads and writes, from those of its inputs and outputs; None for all of them."""
     made = sum(outputs)
     if op_type in _FILLS:
         return made
@@ -93,10 +91,6 @@ def moved_bytes(
         return 2 * sum(inputs)
     if op_type == "StridedSliceGrad":
         return 4 * (made + sum(inputs))  # zeros first, then element by element
-    if op_type == "DepthwiseConv2dNativeBackpropFilter" and len(shapes[-1]) == 4 and shapes[0]:
-        # TensorFlow makes a gradient for each image, and for that copies what the filter sees.
-        window = shapes[-1][0] * shapes[-1][1]
-        return max(sum(inputs) + made, 3 * window * shapes[0][0] * made)
     return None
 
 
