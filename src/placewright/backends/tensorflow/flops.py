@@ -166,7 +166,7 @@ def _depthwise_filter_gradient(
     if len(outputs[0]) != 4 or len(inputs[0]) != 4:
         return products
     window = outputs[0][0] * outputs[0][1]
-    return max(products, 16.0 * window * inputs[0][0] * math.prod(outputs[0]))
+    return max(products, 32.0 * window * inputs[0][0] * math.prod(outputs[0]))
 
 
 def _pool(windows_of: tuple[str, int], each: float = 1, extra: float = 0) -> _Rule:
