@@ -23,14 +23,14 @@ from benchmarks import cost_models
 from benchmarks.common import RESULTS as ALL_RESULTS
 from benchmarks.common import Row, made_by, markdown, marked, merge_csv
 from placewright import calibration
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
-from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.backends import RunConfig, load_program
+from placewright.backends import runner as runner_of
 from placewright.calibration import Fidelity, varied_placements
 from placewright.cluster import Cluster, from_document, to_document
 from placewright.costs import estimate_costs
 from placewright.discovery import local_document
 from placewright.graph import Graph, Work
+from placewright.placers.heft import heft
 from placewright.problem import make_problem
 from placewright.simulator import Simulator
 
@@ -81,7 +81,7 @@ def audit(
     predicted = float(Simulator(problem).run(alone).step_seconds[0])
     costs = estimate_costs(graph, cluster)
     seconds = costs.op_seconds[0] + costs.overhead_seconds[0]
-    with TensorFlowRunner(program, cluster, config or RunConfig(steps=20, max_steps=40)) as runner:
+    with runner_of(program, cluster, config or RunConfig(steps=20, max_steps=40)) as runner:
         run = runner.measure([0] * graph.num_ops, traces=5)
         if not run.measurement.ok or run.trace is None:
             raise SystemExit(f"{model}: {run.measurement.reason}")
@@ -101,11 +101,11 @@ def audit(
         }
         if calibrate:
             varied = varied_placements(problem, FIT)
-            found = calibration.calibrate(problem, runner, varied, forced=True)
+            found = calibration.calibrate(problem, runner, varied, propose=heft, forced=True)
             fresh = varied_placements(problem, calibrate, seed=1_000_003, without=found.fitted_to)
             _, result = calibration.check(found.problem(problem), runner, fresh, found.pace)
             row |= _fidelity(result)
-    traced = np.array([run.trace["ops"].get(name, 0.0) for name in graph.op_names])
+    traced = np.array([run.trace.op_seconds.get(name, 0.0) for name in graph.op_names])
     return row, _by_type(model, graph, seconds, traced)
 
 
