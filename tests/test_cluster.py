@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -168,4 +169,54 @@ def test_unknown_presets_and_devices() -> None:
 
 def test_builtin_kinds_are_complete() -> None:
     for kind in builtin_kinds().values():
-        assert set(kind.efficiency) == {"conv", "matmul", "memory", "tiny"}
+        assert {"conv", "matmul", "memory", "tiny"} <= set(kind.efficiency)
+
+
+def test_who_issues_work(tmp_path: Path) -> None:
+    plain = load(TWO + f"links: [{LINK}]\n", tmp_path)
+    assert plain.issue == "device"
+    assert plain.issued_apart.all()
+    captured = load(TWO + f"links: [{LINK}]\nissue: none\n", tmp_path)
+    assert captured != plain
+    assert not captured.issued_apart.any()
+    captured.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == captured
+    with pytest.raises(ClusterError, match="'issue' is 'nobody', can be device, host, none"):
+        load(TWO + f"links: [{LINK}]\nissue: nobody\n", tmp_path)
+
+
+def test_an_executor_shares_the_cores_of_a_cpu() -> None:
+    cluster = Cluster.load("k80x2")
+    assert cluster.issued_apart.tolist() == [False, True, True]
+    # One thread issues ops for all of them.
+    assert dataclasses.replace(cluster, issue="host").issued_apart.all()
+
+
+def test_links_that_share_nothing_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = (
+        "devices: [{name: c, kind: cpu-core}, {name: a, kind: k}, {name: b, kind: k}]\n"
+        "links: [{name: l, latency: 1us, bandwidth: 1 GB/s, pairs: [[a, c]]}, "
+        "{name: m, latency: 1us, bandwidth: 1 GB/s, pairs: [[b, c]]}]\n"
+    )
+    load(KIND + devices, tmp_path)
+    assert "2 devices share the host 'c', but no two transfers share a link" in caplog.text
+    caplog.clear()
+    shared = devices.replace("pairs: [[a, c]]", "pairs: [[a, c], [b, c]]")
+    load(KIND + shared, tmp_path)
+    for name in preset_names():
+        Cluster.load(name)
+    assert not caplog.text
+
+
+def test_a_cache_is_part_of_a_kind(tmp_path: Path) -> None:
+    kind = Cluster.load("cpu2").kinds[0]
+    assert kind.cache_bytes == 8_000_000
+    assert kind.cache_bandwidth > kind.memory_bandwidth
+    path = tmp_path / "c.yaml"
+    Cluster.load("cpu2").save(path)
+    assert Cluster.load(path) == Cluster.load("cpu2")
+    # Without a share of its own, what ops move or compute counts as memory-bound work does.
+    assert kind.share("gather") == kind.share("memory")
+    assert kind.share("elementwise") == kind.efficiency["elementwise"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -68,15 +69,76 @@ def test_the_roofline_by_hand() -> None:
     graph = model()
     costs = estimate_costs(graph, CLUSTER)
     seconds = dict(zip(graph.op_names, costs.op_seconds[0].tolist(), strict=True))
-    assert seconds["handle"] == pytest.approx(1e-6)  # nothing to compute: dispatch only
-    assert seconds["read"] == pytest.approx(1e-6)
-    assert seconds["conv"] == pytest.approx(3e-6 + 1e9 / (1e12 * 0.5))
-    assert seconds["product"] == pytest.approx(3e-6 + 1e9 / (1e12 * 0.25))
-    assert seconds["relu"] == pytest.approx(3e-6 + 2 * MB / (1e11 * 0.5))  # bytes, not FLOPs
+    assert seconds["handle"] == seconds["read"] == 0  # nothing to compute
+    assert seconds["conv"] == pytest.approx(1e9 / (1e12 * 0.5))
+    assert seconds["product"] == pytest.approx(1e9 / (1e12 * 0.25))
+    assert seconds["relu"] == pytest.approx(2 * MB / (1e11 * 0.5))  # bytes, not FLOPs
     assert seconds["small"] == pytest.approx(3e-6)  # as the graph says it was measured
     # The gradient, and the variable read and written; the handle itself is eight bytes.
-    assert seconds["update"] == pytest.approx(3e-6 + (MB + 8 + 2 * MB) / (1e11 * 0.5))
+    assert seconds["update"] == pytest.approx((MB + 8 + 2 * MB) / (1e11 * 0.5))
     assert seconds["text"] == math.inf
+
+
+def overhead(graph: Graph, **changes: object) -> dict[str, list[float]]:
+    """Op -> seconds of issuing it on the GPU and on the CPU."""
+    costs = estimate_costs(graph, dataclasses.replace(CLUSTER, **changes))  # type: ignore[arg-type]
+    return dict(zip(graph.op_names, costs.overhead_seconds.T.tolist(), strict=True))
+
+
+def test_overhead_by_who_issues() -> None:
+    graph = model()
+    by_device = overhead(graph)
+    # An executor dispatches and launches; what starts no kernel holds up no GPU, but the executor
+    # of a CPU spends the CPU's own time on it.
+    assert by_device["conv"] == pytest.approx([3e-6, 1e-6])
+    assert by_device["read"] == pytest.approx([0, 1e-6])
+    assert by_device["small"] == pytest.approx([0, 1e-6])  # on the GPU it was measured as a whole
+    assert by_device["text"] == pytest.approx([0, 1e-6])  # it has no kernel there
+    by_host = overhead(graph, issue="host")
+    assert by_host["conv"] == pytest.approx([3e-6, 1e-6])
+    assert by_host["read"] == [0, 0]
+    assert not any(any(pair) for pair in overhead(graph, issue="none").values())
+    kind = dataclasses.replace(GPU, gap_seconds=5e-7)
+    devices = (dataclasses.replace(CLUSTER.devices[0], kind=kind), CLUSTER.devices[1])
+    assert overhead(graph, issue="none", devices=devices)["conv"] == pytest.approx([5e-7, 0])
+
+
+def test_ops_that_share_a_kernel_share_its_overhead(tmp_path: Path) -> None:
+    ops = [Op(name=name, type="Relu", launches=share) for name, share in (("a", 0.25), ("b", 2.0))]
+    ops = [dataclasses.replace(op, flops=1e9) for op in ops]
+    graph = Graph.from_ops("fused", ops, [])
+    assert overhead(graph) == {
+        "a": pytest.approx([0.75e-6, 0.25e-6]),
+        "b": pytest.approx([6e-6, 2e-6]),
+    }
+    graph.save(tmp_path / "graph.json")
+    assert Graph.load(tmp_path / "graph.json") == graph
+    assert graph != Graph.from_ops("fused", [dataclasses.replace(o, launches=1.0) for o in ops], [])
+
+
+def test_overhead_is_written_and_read(tmp_path: Path) -> None:
+    costs = estimate_costs(model(), CLUSTER)
+    assert costs.overhead_seconds.any()
+    costs.save(tmp_path / "costs.json", model())
+    assert Costs.load(tmp_path / "costs.json", model()) == costs
+    plain = dataclasses.replace(costs, overhead_seconds=np.zeros((0, 0)))
+    assert not plain.overhead_seconds.any()
+    assert plain != costs
+    for bad in (-1.0, math.inf, math.nan):
+        with pytest.raises(CostsError, match="overhead must be finite and not negative"):
+            dataclasses.replace(costs, overhead_seconds=np.full(costs.op_seconds.shape, bad))
+    with pytest.raises(CostsError, match="overhead of shape"):
+        dataclasses.replace(costs, overhead_seconds=np.ones((1, 1)))
+
+
+def test_seconds_for_a_device_that_is_not_there_are_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ops = [Op(name="a", type="t", seconds={"tpu": 1.0, "gpu": 2.0})]
+    estimate_costs(Graph.from_ops("x", ops, []), CLUSTER)
+    assert "'x' has seconds for tpu, of which cluster 'two' has none; it has c, cpu, g, gpu" in (
+        caplog.text
+    )
 
 
 def test_every_number_says_where_it_came_from() -> None:
@@ -157,3 +219,25 @@ def test_nan_and_negative_costs_are_refused() -> None:
                 op_seconds=np.array([[value]]),
                 source=np.array([[Source.TABLE]], dtype=np.uint8),
             )
+
+
+def test_small_working_sets_come_from_the_cache() -> None:
+    kind = DeviceKind(
+        name="k", type="cpu", peak_flops=1e12, memory_bandwidth=1e10, memory_bytes=10**9,
+        cache_bytes=3 * MB, cache_bandwidth=1e11, dispatch_seconds=0.0,
+        efficiency={"memory": 0.5, "elementwise": 1e-3},
+    )  # fmt: skip
+    cluster = Cluster(name="c", devices=(Device(name="d", kind=kind, memory_bytes=10**9),))
+    ops = [
+        Op(name="x", type="Input", outputs=(Tensor(MB),)),
+        Op(name="small", type="Add", outputs=(Tensor(MB),)),
+        Op(name="large", type="Tile", outputs=(Tensor(9 * MB),)),
+        Op(name="exp", type="Exp", outputs=(Tensor(MB),), flops=1e6),
+        Op(name="looped", type="Add", outputs=(Tensor(MB),), count=50),
+    ]
+    graph = Graph.from_ops("g", ops, [Edge("x", op.name) for op in ops[1:]])
+    seconds = dict(zip(graph.op_names, estimate_costs(graph, cluster).op_seconds[0], strict=True))
+    assert seconds["small"] == pytest.approx(2 * MB / 1e11)
+    assert seconds["large"] == pytest.approx(10 * MB / 5e9)
+    assert seconds["exp"] == pytest.approx(1e6 / 1e9)  # computing takes longer than its bytes
+    assert seconds["looped"] == pytest.approx(50 * 2 * MB / 1e11)

@@ -214,8 +214,8 @@ def test_a_plot_without_plotly_is_refused_before_measuring(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
     result = run(
-        "calibrate", model, *FETCH, "-c", "cpu2", "-o", "costs.json", "--check", "4", "--plot",
-        "plot.html",
+        "calibrate", model, *FETCH, "-c", "cpu2", "-o", "costs.json", "--check", "4", "--force",
+        "--plot", "plot.html",
     )  # fmt: skip
     assert result.code == 2
     assert "pip install 'placewright[report]'" in result.err
@@ -250,7 +250,7 @@ def test_place_command_measures_by_default(
 def test_calibrate_command(run: Callable[..., Run], model: Path) -> None:
     result = run(
         "calibrate", model, *FETCH, "-c", "cpu2", "-o", "costs.json", "--placements", "4",
-        "--check", "4", "--plot", "plot.html", "--json",
+        "--force", "--check", "4", "--plot", "plot.html", "--json",
     )  # fmt: skip
     assert result.code == 0, result.err
     facts = result.json

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,21 @@ import yaml
 from placewright.discovery import local_document
 from placewright.errors import ClusterError
 from placewright.files import read_text, write_text
-from placewright.graph import FloatArray, IndexArray, frozen
+from placewright.graph import BoolArray, FloatArray, IndexArray, frozen
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
-OP_CLASSES = ("conv", "matmul", "memory", "tiny")
-"""Classes of op that reach a different share of a device's peak: convolutions, matrix products,
-memory-bound ops, and ops too small to fill the device."""
+OP_CLASSES = (
+    "conv", "depthwise", "matmul", "memory", "gather", "update", "elementwise", "tiny",
+)  # fmt: skip
+"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), ops
+too small to fill the device, and `elementwise`: what those that are neither convolutions nor matrix
+products compute."""
+
+ISSUES = ("device", "host", "none")
+"""Who issues work, see `Cluster.issue`."""
 
 _ROUTING_BYTES = 1 << 20
 """Routes are chosen for a tensor of this size: large enough that bandwidth counts, small enough
@@ -49,20 +58,30 @@ class DeviceKind:
     memory_bandwidth: float
     """Bytes per second between one slot and the device's memory."""
     memory_bytes: int
+    cache_bytes: int = 0
+    """What one slot finds in a cache rather than in memory: an op that moves no more bytes moves
+    them at `cache_bandwidth`."""
+    cache_bandwidth: float = 0.0
+    """Bytes per second; 0 for a kind whose cache nobody described."""
     slots: int = 1
     """How many ops run at a time: 1 for a GPU stream, more for a CPU's thread pools."""
     dispatch_seconds: float = 1e-6
     """What the framework spends on any op, even one that computes nothing."""
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
+    gap_seconds: float = 0.0
+    """What each kernel takes of the device besides its work, whoever issues it: starting up,
+    running out, and what lies between two."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
-    """Share of the peak that each class of op reaches; 1 where not given."""
+    """Share of the peak that each class of op reaches, see `share`."""
 
     def __post_init__(self) -> None:
         what = f"device kind {self.name!r}"
         for key in ("peak_flops", "memory_bandwidth"):
             _positive(getattr(self, key), f"{key} of {what}")
-        for key in ("dispatch_seconds", "launch_seconds"):
+        for key in (
+            "dispatch_seconds", "launch_seconds", "gap_seconds", "cache_bytes", "cache_bandwidth",
+        ):  # fmt: skip
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
             raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
@@ -75,6 +94,15 @@ class DeviceKind:
                 )
             if not 0 < share <= 1:
                 raise ClusterError(f"{what}: efficiency {name} must be in (0, 1], not {share}")
+
+    def share(self, op_class: str) -> float:
+        """Of the peak, for a class of op: `depthwise`, `gather`, `update` and `elementwise` are as
+        `memory` unless they have a share of their own, and what is not given at all reaches the
+        peak."""
+        own = ("depthwise", "gather", "update", "elementwise")
+        if op_class in own and op_class not in self.efficiency:
+            op_class = "memory"
+        return self.efficiency.get(op_class, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +196,21 @@ class Cluster:
     """By what share everything takes longer for each further device that computes at the same time,
     as where devices share a core's units or a memory bus. A device's own slots do not count: what
     its ops take is as they run there side by side."""
+    issue: str = "device"
+    """Who issues the ops, which takes each kind's dispatch and launch seconds. `device`: an
+    executor for each device, as in TensorFlow; it runs ahead of an accelerator, and shares the
+    cores of a CPU with what it issues. `host`: one thread for all devices, in the order of the
+    program, as in eager PyTorch. `none`: nobody, as in a captured graph; only the kinds' gaps lie
+    between kernels."""
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         _not_negative(self.contention, f"contention of cluster {self.name!r}")
+        if self.issue not in ISSUES:
+            raise ClusterError(
+                f"cluster {self.name!r}: 'issue' is {self.issue!r}, can be {', '.join(ISSUES)}"
+            )
         _unique([device.name for device in self.devices], "device", self.name)
         _unique([link.name for link in self.links], "link", self.name)
         kinds: dict[str, DeviceKind] = {}
@@ -213,6 +251,34 @@ class Cluster:
             np.array([names.index(device.kind.name) for device in self.devices], dtype=np.int32)
         )
 
+    @cached_property
+    def issued_apart(self) -> BoolArray:
+        """[D] whether ops are issued beside what the device computes, and not by the device itself
+        in between. An executor that shares its device's cores, or several servers of one device,
+        take the time of issuing an op as a part of the op."""
+        if self.issue == "device":
+            apart = [device.type != "cpu" and device.kind.slots == 1 for device in self.devices]
+        else:
+            apart = [self.issue == "host"] * self.num_devices
+        return frozen(np.array(apart, dtype=np.bool_))
+
+    @property
+    def unshared_host(self) -> str:
+        """Why no two transfers share anything though they should, or nothing: several devices are
+        joined to one by a link for each of them, so that transfers to all of them run side by side
+        at full speed."""
+        if any(len(link.pairs) > 1 for link in self.links) or self.switches:
+            return ""
+        hosts = [device.name for device in self.devices if device.type == "cpu"]
+        for host in hosts:
+            links = [link for link in self.links if host in link.pairs[0]]
+            if len(links) > 1:
+                return (
+                    f"cluster {self.name!r}: {len(links)} devices share the host {host!r}, but no "
+                    "two transfers share a link; list the pairs that share a wire under one link"
+                )
+        return ""
+
     def device_number(self, name: str) -> int:
         try:
             return self.device_names.index(name)
@@ -246,20 +312,27 @@ class Cluster:
     @staticmethod
     def load(source: str | Path) -> Cluster:
         """A YAML file, the name of a preset, or `local` for this machine."""
-        name = str(source)
-        if name == "local":
-            return from_document(local_document(), where=name)
-        preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
-        if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
-            return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
-        path = Path(source)
-        if not path.exists() and path.suffix not in (".yaml", ".yml"):
-            raise ClusterError(
-                f"unknown cluster {name!r}: no such file, and the presets are "
-                f"{', '.join(preset_names())}"
-            )
-        text = read_text(path, ClusterError, what="cluster")
-        return from_document(_parse_yaml(text, name), where=name)
+        cluster = _load(source)
+        if cluster.unshared_host and Path(source).suffix in (".yaml", ".yml"):
+            logger.warning("%s", cluster.unshared_host)
+        return cluster
+
+
+def _load(source: str | Path) -> Cluster:
+    name = str(source)
+    if name == "local":
+        return from_document(local_document(), where=name)
+    preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
+    if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
+        return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
+    path = Path(source)
+    if not path.exists() and path.suffix not in (".yaml", ".yml"):
+        raise ClusterError(
+            f"unknown cluster {name!r}: no such file, and the presets are "
+            f"{', '.join(preset_names())}"
+        )
+    text = read_text(path, ClusterError, what="cluster")
+    return from_document(_parse_yaml(text, name), where=name)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -292,7 +365,13 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "slots": kind.slots,
                 "dispatch": kind.dispatch_seconds,
                 "launch": kind.launch_seconds,
+                **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
                 "efficiency": dict(kind.efficiency),
+                **(
+                    {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
+                    if kind.cache_bandwidth
+                    else {}
+                ),
             }
             for kind in cluster.kinds
         },
@@ -313,6 +392,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
             for link in cluster.links
         ],
         **({"contention": cluster.contention} if cluster.contention else {}),
+        **({"issue": cluster.issue} if cluster.issue != "device" else {}),
     }
 
 
@@ -336,7 +416,7 @@ def from_document(document: object, *, where: str) -> Cluster:
 
 
 def _cluster(document: object, where: str) -> Cluster:
-    known = {"format", "name", "kinds", "devices", "switches", "links", "contention"}
+    known = {"format", "name", "kinds", "devices", "switches", "links", "contention", "issue"}
     fields = _fields(document, "the cluster", known)
     if fields.get("format", FORMAT) != FORMAT:
         raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
@@ -406,6 +486,7 @@ def _cluster(document: object, where: str) -> Cluster:
         links=tuple(links),
         switches=tuple(switches),
         contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
+        issue=_string(fields.get("issue", "device"), "'issue' of the cluster"),
     )
 
 
@@ -418,7 +499,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "efficiency",
+            "gap", "efficiency", "cache", "cache_bandwidth",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
@@ -437,9 +518,14 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
                 data.get("memory_bandwidth"), _RATES, f"memory_bandwidth of {what}"
             ),
             memory_bytes=_bytes(data.get("memory"), f"memory of {what}"),
+            cache_bytes=_bytes(data.get("cache", 0), f"cache of {what}"),
+            cache_bandwidth=_quantity(
+                data.get("cache_bandwidth", 0.0), _RATES, f"cache_bandwidth of {what}"
+            ),
             slots=slots,
             dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
+            gap_seconds=_quantity(data.get("gap", 0.0), _SECONDS, f"gap of {what}"),
             efficiency={
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
                 for key, value in efficiency.items()

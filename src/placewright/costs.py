@@ -6,10 +6,9 @@ import dataclasses
 import enum
 import hashlib
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from placewright import cluster as cluster_format
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
+from placewright.graph import FloatArray, Graph, Work, frozen
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +46,23 @@ class Costs:
 
     kinds: tuple[str, ...]
     op_seconds: FloatArray
-    """[K, N], infinite where the op has no kernel."""
+    """[K, N] of all runs of an op in a step; infinite where it has no kernel."""
     source: npt.NDArray[np.uint8]
     """[K, N] a `Source` for each number."""
+    overhead_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
+    """[K, N] what issuing each op takes on top, by whom the cluster says; all 0 unless given, as
+    where `op_seconds` are measurements of the whole."""
 
     def __post_init__(self) -> None:
+        if not self.overhead_seconds.size:
+            object.__setattr__(self, "overhead_seconds", frozen(np.zeros(self.op_seconds.shape)))
+        if self.overhead_seconds.shape != self.op_seconds.shape:
+            raise CostsError(
+                f"overhead of shape {self.overhead_seconds.shape} for costs of shape "
+                f"{self.op_seconds.shape}"
+            )
+        if not np.all((self.overhead_seconds >= 0) & np.isfinite(self.overhead_seconds)):
+            raise CostsError("overhead must be finite and not negative")
         if self.op_seconds.shape != self.source.shape or len(self.kinds) != len(self.op_seconds):
             raise CostsError(
                 f"costs of shape {self.op_seconds.shape} for {len(self.kinds)} device kinds"
@@ -74,6 +85,8 @@ class Costs:
         digest = hashlib.sha256("\n".join(self.kinds).encode())
         digest.update(np.ascontiguousarray(self.op_seconds).tobytes())
         digest.update(np.ascontiguousarray(self.source).tobytes())
+        if self.overhead_seconds.any():  # costs from before there was overhead keep theirs
+            digest.update(np.ascontiguousarray(self.overhead_seconds).tobytes())
         return digest.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -103,6 +116,11 @@ class Costs:
                 kind: {
                     "seconds": [None if s == np.inf else s for s in self.op_seconds[k].tolist()],
                     "source": [Source(s).name.lower() for s in self.source[k].tolist()],
+                    **(
+                        {"overhead": self.overhead_seconds[k].tolist()}
+                        if self.overhead_seconds[k].any()
+                        else {}
+                    ),
                 }
                 for k, kind in enumerate(self.kinds)
             },
@@ -128,10 +146,12 @@ class Costs:
             sources = [
                 [Source[name.upper()] for name in entry["source"]] for entry in kinds.values()
             ]
+            overhead = [entry.get("overhead", [0.0] * graph.num_ops) for entry in kinds.values()]
             costs = Costs(
                 kinds=tuple(kinds),
                 op_seconds=frozen(np.array(seconds, dtype=np.float64)),
                 source=frozen(np.array(sources, dtype=np.uint8)),
+                overhead_seconds=frozen(np.array(overhead, dtype=np.float64)),
             )
         except (
             KeyError, TypeError, ValueError, AttributeError, OverflowError, CostsError
@@ -168,103 +188,100 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     Measured numbers in `tables` (later ones win) go before those in the graph, and both before the
     roofline estimate.
     """
-    moved = _bytes_moved(graph)
-    classes = _op_classes(graph, moved)
+    known = {name for kind in cluster.kinds for name in (kind.type, kind.name)}
+    unused = sorted(set(graph.measured_seconds) - known)
+    if unused:
+        logger.warning(
+            "graph %r has seconds for %s, of which cluster %r has none; it has %s",
+            graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(known)),
+        )  # fmt: skip
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
+    overhead = np.zeros(seconds.shape)
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
-        seconds[k] = _roofline(kind, graph, moved, classes)
+        seconds[k] = _roofline(kind, graph) * graph.run_count
+        overhead[k] = _overhead(kind, cluster.issue, graph)
+        if cluster.issue != "none":  # there nobody else has overhead, and this is told as such
+            seconds[k] += _gaps(kind, graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
                 measured = graph.measured_seconds[key]
-                known = ~np.isnan(measured)
-                seconds[k, known] = measured[known]
-                source[k, known] = Source.GRAPH
+                told = ~np.isnan(measured)
+                seconds[k, told] = measured[told]
+                source[k, told] = Source.GRAPH
         for table in tables:
             if kind.name in table.kinds:
                 row = table.kinds.index(kind.name)
-                known = table.source[row] >= Source.GRAPH
-                seconds[k, known] = table.op_seconds[row, known]
-                source[k, known] = Source.TABLE
+                told = table.source[row] >= Source.GRAPH
+                seconds[k, told] = table.op_seconds[row, told]
+                source[k, told] = Source.TABLE
         missing = ~graph.runs_on(kind.type)
+        # What was measured is the whole of the op.
+        overhead[k, source[k] != Source.ROOFLINE] = 0.0
+        overhead[k, missing] = 0.0
         seconds[k, missing] = np.inf
         source[k, missing] = Source.NO_KERNEL
     return Costs(
         kinds=tuple(kind.name for kind in cluster.kinds),
         op_seconds=frozen(seconds),
         source=frozen(source),
+        overhead_seconds=frozen(overhead),
     )
+
+
+# --- overhead ------------------------------------------------------------------------------------
+
+
+def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
+    """[N] seconds that issuing each op takes, in all its runs.
+
+    An op that does no work on the device starts no kernel: it costs what the host spends on it,
+    which holds up nobody unless the host's cores are the device.
+    """
+    if issue == "none":
+        return _gaps(kind, graph)
+    works = graph.work != Work.NONE
+    launches = np.where(works, graph.launches, 0.0) * graph.run_count
+    seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
+    if issue == "device" and kind.type == "cpu":
+        seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def _gaps(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds that the kernels of each op take of the device besides their work."""
+    launches = np.where(graph.work != Work.NONE, graph.launches, 0.0) * graph.run_count
+    return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
 
 
 # --- roofline ------------------------------------------------------------------------------------
 
-_CONV, _MATMUL, _MEMORY, _TINY, _NO_WORK = "conv", "matmul", "memory", "tiny", ""
-
-_CONV_TYPES = re.compile(r"conv", re.IGNORECASE)
-_MATMUL_TYPES = re.compile(r"matmul|einsum|(^|[._])(addmm|mm|bmm|linear|baddbmm)\b", re.IGNORECASE)
-_UPDATE_TYPES = re.compile(r"^(Resource)?(?!.*(Sparse|Scatter)).*(Apply|Assign)")
-
+_TINY = "tiny"
 _TINY_FLOPS = 1e6
 _TINY_BYTES = 64 * 1024
 
 
-def _bytes_moved(graph: Graph) -> IntArray:
-    """[N] bytes an op reads and writes.
-
-    An optimizer update reads and writes the variables behind its handles, which the handles' own
-    eight bytes do not show.
-    """
-    moved = graph.input_bytes + graph.owned_bytes
-    updates = np.array(
-        [bool(_UPDATE_TYPES.search(type_)) for type_ in graph.op_types], dtype=np.bool_
-    )
-    data = graph.edge_tensor >= 0
-    by_update = data & updates[graph.edge_dst]
-    np.add.at(moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]])
-    return moved
-
-
-def _op_classes(graph: Graph, moved: IntArray) -> npt.NDArray[Any]:
-    """[N] the class of each op, '' for one that computes nothing."""
-    classes = np.full(graph.num_ops, _MEMORY, dtype="U6")
-    by_type = {
-        type_: _CONV
-        if _CONV_TYPES.search(type_)
-        else _MATMUL
-        if _MATMUL_TYPES.search(type_)
-        else _MEMORY
-        for type_ in set(graph.op_types)
-    }
-    classes[:] = [by_type[type_] for type_ in graph.op_types]
-    flops = np.nan_to_num(graph.flops)
-    classes[(flops < _TINY_FLOPS) & (moved < _TINY_BYTES)] = _TINY
-    classes[~_computes(graph)] = _NO_WORK
-    return classes
-
-
-def _computes(graph: Graph) -> BoolArray:
-    """[N] whether an op does work: constants, handles, reads and reshapes only pass tensors on."""
-    has_input = np.zeros(graph.num_ops, dtype=np.bool_)
-    has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
-    outputs = np.diff(graph.output_offsets)
-    passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
-    return np.asarray((np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on), dtype=np.bool_)
-
-
-def _roofline(
-    kind: DeviceKind, graph: Graph, moved: IntArray, classes: npt.NDArray[Any]
-) -> FloatArray:
-    """[N] seconds: overhead plus the slower of computing and moving bytes."""
-    seconds = np.full(graph.num_ops, kind.dispatch_seconds)
-    for name in (_CONV, _MATMUL, _MEMORY, _TINY):
-        members = classes == name
-        share = kind.efficiency.get(name, 1.0)
-        # Bytes move at the memory-bound share whatever the op computes, unless it is tiny.
-        memory_share = share if name == _TINY else kind.efficiency.get(_MEMORY, 1.0)
-        compute = np.nan_to_num(graph.flops[members]) / (kind.peak_flops * share)
-        memory = moved[members] / (kind.memory_bandwidth * memory_share)
-        seconds[members] += kind.launch_seconds + np.maximum(compute, memory)
+def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds of one run: the slower of computing and moving bytes."""
+    flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
+    tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
+    seconds = np.zeros(graph.num_ops)
+    cached = (moved <= kind.cache_bytes) if kind.cache_bandwidth else np.zeros_like(tiny)
+    for members, name in [
+        (tiny & (work != Work.NONE), _TINY),
+        *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
+    ]:
+        product = name in ("conv", "depthwise", "matmul")
+        peak = "conv" if name == "depthwise" else name
+        compute_share = kind.share(peak if product or name == _TINY else "elementwise")
+        # The bytes of a matrix product or a convolution move like those of any other op.
+        memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
+        compute = flops[members] / (kind.peak_flops * compute_share)
+        bandwidth = np.where(
+            cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share
+        )
+        seconds[members] = np.maximum(compute, moved[members] / bandwidth)
     return seconds
 
 

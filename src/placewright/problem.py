@@ -220,9 +220,29 @@ class Problem:
         return hash(self.fingerprint)
 
     @cached_property
+    def busy_seconds(self) -> FloatArray:
+        """[D, N] how long each op occupies a device, issuing it included where the device does
+        that itself."""
+        overhead = self.costs.overhead_seconds[self.cluster.kind_of_device]
+        seconds = self.costs.op_seconds[self.cluster.kind_of_device]
+        return frozen(seconds + np.where(self.cluster.issued_apart[:, np.newaxis], 0.0, overhead))
+
+    @cached_property
+    def issue_seconds(self) -> FloatArray:
+        """[D, N] how long issuing each op takes whoever does so beside the device."""
+        overhead = self.costs.overhead_seconds[self.cluster.kind_of_device]
+        return frozen(np.where(self.cluster.issued_apart[:, np.newaxis], overhead, 0.0))
+
+    @cached_property
     def op_seconds(self) -> FloatArray:
-        """[D, N] seconds of each op on each device."""
-        return frozen(self.costs.op_seconds[self.cluster.kind_of_device])
+        """[D, N] what an op adds to a device's work: for methods that reckon with one number an op.
+
+        A device and its executor work side by side, so the slower of them counts. What one thread
+        issues for all devices does not depend on the placement and does not count.
+        """
+        if self.cluster.issue != "device" or not self.issue_seconds.any():
+            return self.busy_seconds
+        return frozen(np.maximum(self.busy_seconds, self.issue_seconds))
 
     @cached_property
     def group_seconds(self) -> FloatArray:

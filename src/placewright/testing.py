@@ -150,6 +150,7 @@ def random_problem(
     overhead: bool = False,
     gaps: bool = False,
     contention: bool = False,
+    issue: str | None = None,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
@@ -157,9 +158,11 @@ def random_problem(
     are real: whoever breaks a tie in another order gets another schedule. All groups fit together
     on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
     with `gaps`, links are free again before what they carried has arrived; with `contention`,
-    devices slow each other down.
+    devices slow each other down; with `issue`, ops have to be issued, by whom it says (see
+    `Cluster.issue`).
     """
     rng = np.random.default_rng(seed)
+    more = np.random.default_rng([seed, 1])  # so that the rest is the same with and without
     kinds = [
         DeviceKind(
             name=f"kind{k}",
@@ -171,6 +174,9 @@ def random_problem(
         )
         for k in range(int(rng.integers(1, 3)))
     ]
+    if issue is not None:
+        kinds[0] = replace(kinds[0], type=str(more.choice(["cpu", "type0"])))
+        kinds = [replace(kind, slots=min(kind.slots, int(more.integers(1, 4)))) for kind in kinds]
     graph = _random_graph(rng, kinds, int(rng.integers(1, max_ops + 1)))
     total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
     count = int(rng.integers(1, max_devices + 1))
@@ -205,9 +211,12 @@ def random_problem(
         group_of=frozen(np.array(group_of, dtype=np.int32)),
         names=tuple(f"group{g}" for g in range(len(numbers))),
     )
-    return Problem(
-        graph=graph, grouping=grouping, cluster=cluster, costs=estimate_costs(graph, cluster)
-    )
+    costs = estimate_costs(graph, cluster)
+    if issue is not None:
+        cluster = replace(cluster, issue=issue)
+        overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
+        costs = replace(costs, overhead_seconds=frozen(overhead_seconds))
+    return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
 
 
 def _random_graph(rng: np.random.Generator, kinds: Sequence[DeviceKind], count: int) -> Graph:

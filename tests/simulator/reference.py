@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from placewright.problem import Problem
 
-OP_END, ARRIVAL = 0, 1
+OP_END, ARRIVAL, ISSUED = 0, 1, 2
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Outcome:
     op_start: dict[int, float] = field(default_factory=dict)
     op_end: dict[int, float] = field(default_factory=dict)
     op_slot: dict[int, int] = field(default_factory=dict)
+    issue_end: dict[int, float] = field(default_factory=dict)
     transfers: list[tuple[int, int, int, float, float, float, float]] = field(default_factory=list)
     """(tensor or -1, source device, target device, request, start, free, end), as requested."""
 
@@ -41,8 +42,19 @@ class Item:
 
 
 class Reference:
-    def __init__(self, problem: Problem, devices: Sequence[int]) -> None:
+    def __init__(
+        self, problem: Problem, devices: Sequence[int], priority: Sequence[int] | None = None
+    ) -> None:
         graph, cluster = problem.graph, problem.cluster
+        self.priority = priority if priority is not None else range(graph.num_ops)
+        any_issuing = bool(problem.issue_seconds.any())
+        self.host = any_issuing and cluster.issue == "host"
+        self.executors = any_issuing and cluster.issue == "device"
+        self.executor_free = [0.0] * cluster.num_devices
+        self.issued = 0 if self.host else graph.num_ops
+        """Ops with lower numbers are issued."""
+        self.blocking = -1
+        """The op that the host thread itself is computing."""
         self.problem = problem
         self.device = [int(devices[g]) for g in problem.grouping.group_of]
         self.items = _items(problem)
@@ -147,7 +159,7 @@ class Reference:
         candidates = [s for s, (d, _) in enumerate(self.servers) if d == device]
         server = min(candidates, key=lambda s: (self.server_free[s], s))
         start = max(now, self.server_free[server])
-        end = start + float(self.problem.op_seconds[device, op])
+        end = start + float(self.problem.busy_seconds[device, op])
         self.server_free[server] = end
         self.ends[op] = end - self.late[server]
         self.out.op_start[op] = start
@@ -157,6 +169,39 @@ class Reference:
             self.server_end[server] = end
             self.push(end, OP_END, server, op)
             self.begin(op)
+
+    def issue(self, op: int, now: float) -> None:
+        """Gives a ready op to whoever has to issue it, or to a server."""
+        device = self.device[op]
+        if not (self.executors and self.problem.cluster.issued_apart[device]):
+            self.give(op, now)
+            return
+        start = max(now, self.executor_free[device])
+        end = start + float(self.problem.issue_seconds[device, op])
+        self.executor_free[device] = end
+        self.push(end, ISSUED, device, op)
+
+    def issue_next(self, now: float) -> None:
+        """The host thread goes on to the next op."""
+        if self.issued < len(self.device):
+            seconds = self.problem.issue_seconds[self.device[self.issued], self.issued]
+            self.push(now + float(seconds), ISSUED, 0, self.issued)
+
+    def end_issue(self, op: int, now: float) -> list[int]:
+        self.out.issue_end[op] = now
+        device = self.device[op]
+        if self.host:
+            self.issued = op + 1
+            if self.problem.cluster.devices[device].type == "cpu":
+                self.blocking = op
+            else:
+                self.issue_next(now)
+            return [] if self.missing[op] else [op]
+        self.give(op, now)
+        ready = []
+        for item in self.items[op]:
+            ready += self.deliver(item, device)
+        return ready
 
     def hold_up(self, device: int, work: float) -> None:
         """Delays a device that is busy by the work of a transfer."""
@@ -199,7 +244,7 @@ class Reference:
         for consumer in item.consumers:
             if self.device[consumer] == device:
                 self.missing[consumer] -= 1
-                if not self.missing[consumer]:
+                if not self.missing[consumer] and consumer < self.issued:
                     ready.append(consumer)
         return ready
 
@@ -215,7 +260,11 @@ class Reference:
                     self.send(item, target, now)
                     self.packing += self.work(item, target)
                 self.hold(item.tensor, target, ("used by", consumer, item.tensor))
-            ready += self.deliver(item, device)
+            if not (self.executors and self.problem.cluster.issued_apart[device]):
+                ready += self.deliver(item, device)
+        if op == self.blocking:
+            self.blocking = -1
+            self.issue_next(now)
         for tensor in self.outputs(op):
             self.release(tensor, device, ("made by", op, tensor))
         for item in self.inputs[op]:
@@ -228,7 +277,7 @@ class Reference:
             self.server_end[server] = self.ends[queue[0]] + self.late[server]
             self.push(self.server_end[server], OP_END, server, queue[0])
             self.begin(queue[0])
-        return sorted(ready)
+        return ready
 
     def arrive(self, item: Item, target: int) -> list[int]:
         ready = self.deliver(item, target)
@@ -238,10 +287,16 @@ class Reference:
 
     def run(self) -> Outcome:
         ready = [op for op, missing in enumerate(self.missing) if not missing]
+        if self.host:
+            ready = []
+            self.issue_next(0.0)
         now, packer = 0.0, 0
         while True:
-            for op in ready:
-                self.give(op, now)
+            for op in sorted(ready, key=lambda op: self.priority[op]):
+                if self.host:
+                    self.give(op, now)
+                else:
+                    self.issue(op, now)
             self.hold_up(packer, self.packing)
             self.packing = 0.0
             self.check_limits()
@@ -255,6 +310,10 @@ class Reference:
                     continue  # it was held up
                 now, packer = time, self.device[what]
                 ready = self.end_op(index, what, now)
+            elif kind == ISSUED:
+                assert isinstance(what, int)
+                now = time
+                ready = self.end_issue(what, now)
             else:
                 assert isinstance(what, tuple)
                 now = time
@@ -310,5 +369,7 @@ def _items(problem: Problem) -> list[list[Item]]:
     return items
 
 
-def simulate(problem: Problem, devices: Sequence[int]) -> Outcome:
-    return Reference(problem, devices).run()
+def simulate(
+    problem: Problem, devices: Sequence[int], priority: Sequence[int] | None = None
+) -> Outcome:
+    return Reference(problem, devices, priority).run()

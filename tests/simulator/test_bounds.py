@@ -35,6 +35,7 @@ def best_of_all(problem_seed: int) -> tuple[float, float]:
     problem = random_problem(
         problem_seed, max_ops=10, max_groups=4, max_devices=3, tight_memory=True,
         contention=problem_seed % 2 > 0,
+        issue=(None, "device", "host", "none")[problem_seed // 2 % 4],
     )  # fmt: skip
     choices = itertools.product(range(problem.num_devices), repeat=problem.num_groups)
     result = Simulator(problem).run(np.array(list(choices)))

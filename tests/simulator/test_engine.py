@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from placewright.testing import (
 if TYPE_CHECKING:
     from tests.simulator.reference import Outcome
 
-Reference = Callable[[Problem, Sequence[int]], "Outcome"]
+Reference = Callable[..., "Outcome"]
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -50,6 +50,7 @@ def random_case(seed: int) -> Problem:
     return random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=True,
         overhead=seed % 2 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 2,
+        issue=(None, None, "device", "host", "none")[seed // 30 % 5],
     )  # fmt: skip
 
 
@@ -93,6 +94,16 @@ def test_equals_the_reference_on_larger_graphs(reference: Reference, cluster: st
     # Costs from FLOPs and bytes, so that sums are rounded as in earnest.
     problem = layered_problem(200, 10, Cluster.load(cluster))
     check_against(reference, problem, placements(problem, 0, 3))
+
+
+@given(seeds)
+def test_equals_the_reference_in_any_order_of_ties(reference: Reference, seed: int) -> None:
+    problem = random_case(seed)
+    priority = np.random.default_rng(seed).permutation(problem.graph.num_ops)
+    rows = placements(problem, seed, 3)
+    result = Simulator(problem).run(rows, priority)
+    for row, seconds in zip(rows, result.step_seconds, strict=True):
+        assert reference(problem, row.tolist(), priority.tolist()).step_seconds == seconds
 
 
 @given(seeds)
@@ -345,14 +356,17 @@ def test_many_ops() -> None:
 
 def test_compiles_once_for_all_problems() -> None:
     for seed in range(8):
-        made = random_problem(seed, contention=seed % 2 > 0)
+        made = random_problem(
+            seed, contention=seed % 2 > 0, issue=(None, "device", "host")[seed % 3]
+        )
         problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
         placement = Placement.of(problem, [0] * problem.num_groups)
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    assert len(kernel.signatures) == 4  # with a log and without, with contention and without
+    # With a log and without: with contention, without, and where ops are issued.
+    assert len(kernel.signatures) == 6
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

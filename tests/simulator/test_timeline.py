@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**32 - 1)
 def random_timeline(seed: int) -> Timeline:
     problem = random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=True, gaps=seed % 2 > 0,
-        contention=seed % 3 > 1,
+        contention=seed % 3 > 1, issue=(None, "device", "host", "none")[seed % 4],
     )  # fmt: skip
     row = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_groups)
     return Simulator(problem).timeline(Placement.of(problem, row.astype(np.int32)))
@@ -85,6 +85,16 @@ def test_critical_path_covers_the_step_without_a_gap(seed: int) -> None:
     assert path[-1].end == timeline.step_seconds
     for before, after in pairwise(path):
         assert before.end == after.start
+
+
+@given(seeds)
+def test_parts_add_up_to_the_step(seed: int) -> None:
+    timeline = random_timeline(seed)
+    for parts in (*timeline.device_parts, timeline.path_parts):
+        assert parts.total == pytest.approx(timeline.step_seconds)
+        assert min(parts) >= 0
+    if not timeline.problem.costs.overhead_seconds.any():
+        assert all(parts.overhead == 0 for parts in timeline.device_parts)
 
 
 @given(seeds)

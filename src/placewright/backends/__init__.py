@@ -143,6 +143,7 @@ def load(
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
+    loops: Mapping[str, int] | None = None,
 ) -> Graph:
     """A graph from a benchmark model's name, a file, a directory, or a live object.
 
@@ -158,13 +159,18 @@ def load(
         signature: which signature of a SavedModel.
         fetches: names of the ops or tensors that a step is run for; only what they need is kept.
             By default the training step where one is known, otherwise everything.
+        loops: how often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose
+            names contain a match of that regular expression. Goes before what the model says.
     """
     if isinstance(source, Graph):
         return source
     if is_path(source) and is_graph_file(source) and Path(source).is_file():
-        refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
+        refuse(
+            "a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch,
+            loops=loops,
+        )  # fmt: skip
         return Graph.load(Path(source))
-    options = _options(scale, batch, dims, signature, fetches)
+    options = _options(scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load_graph(source, options)
 
 
@@ -177,6 +183,7 @@ def load_program(
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
+    loops: Mapping[str, int] | None = None,
 ) -> Program:
     """The same graph together with what it takes to run it; takes what `load` takes.
 
@@ -188,7 +195,7 @@ def load_program(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
             "be run; give the TensorFlow model itself"
         )
-    options = _options(scale, batch, dims, signature, fetches)
+    options = _options(scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load(source, options)
 
 
@@ -198,11 +205,13 @@ def _options(
     dims: Mapping[str, int] | None,
     signature: str | None,
     fetches: Sequence[str],
+    loops: Mapping[str, int] | None,
 ) -> LoadOptions:
     fetches = (fetches,) if isinstance(fetches, str) else fetches
     return LoadOptions(
-        scale=scale, batch=batch, dims=dims or {}, signature=signature, fetches=fetches
-    )
+        scale=scale, batch=batch, dims=dims or {}, signature=signature, fetches=fetches,
+        loops=loops or {},
+    )  # fmt: skip
 
 
 def _reader_of(source: object, name: str | None) -> Backend:

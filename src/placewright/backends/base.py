@@ -74,6 +74,9 @@ class LoadOptions:
     fetches: Sequence[str] = ()
     """Keep only what this op needs, such as the train op. By default the training step where one is
     known, otherwise everything."""
+    loops: Mapping[str, int] = field(default_factory=dict)
+    """How often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose names
+    contain a match of that regular expression. Goes before what the model says."""
 
 
 def refuse(what: str, **options: object) -> None:

@@ -6,7 +6,13 @@ tensors. What is left (dispatching, packing and unpacking by the cores that comp
 devices slow each other down) is fitted to the step times of a few placements.
 """
 
-from placewright.calibration.accuracy import Fidelity, check, fidelity, rank_correlation
+from placewright.calibration.accuracy import (
+    Fidelity,
+    check,
+    fidelity,
+    rank_correlation,
+    why_distrusted,
+)
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import Pace, Timed, in_turns
 from placewright.calibration.fitting import Correction, corrected, fit
@@ -30,4 +36,5 @@ __all__ = [
     "op_table",
     "rank_correlation",
     "varied_placements",
+    "why_distrusted",
 ]

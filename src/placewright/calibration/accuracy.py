@@ -105,6 +105,37 @@ def check(
     return fidelity(problem, made)
 
 
+MOST_FOREIGN_LOAD = 0.25
+"""Share of the cores that others may take while ops are timed."""
+LEAST_RANK_CORRELATION = 0.5
+"""Of prediction and measurement, among the faster half of what was measured: below it, a search
+under these costs would choose among the best as if by lot."""
+_LEAST_TO_RANK = 6
+"""Placements of which a rank correlation says anything."""
+_LEAST_SPREAD = 0.1
+"""Where the slowest of them takes only so much longer than the fastest, ranks are noise."""
+
+
+def why_distrusted(
+    predicted: Sequence[float], measured: Sequence[float], foreign_load: float
+) -> str:
+    """Why costs that predict these step times should not be used; empty where nothing speaks
+    against it."""
+    if foreign_load > MOST_FOREIGN_LOAD:
+        return f"other processes took {foreign_load:.0%} of the cores while ops were timed"
+    fastest = np.argsort(measured, kind="stable")[: (len(measured) + 1) // 2]
+    best = [measured[number] for number in fastest]
+    if len(best) < _LEAST_TO_RANK or max(best) < (1 + _LEAST_SPREAD) * min(best):
+        return ""
+    agreement = rank_correlation([predicted[number] for number in fastest], best)
+    if agreement < LEAST_RANK_CORRELATION:
+        return (
+            f"among the faster half of {len(measured)} placements, prediction and measurement "
+            f"agree with a rank correlation of only {agreement:.2f}"
+        )
+    return ""
+
+
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's; ties share their mean rank. NaN for fewer than two, or all equal."""
     if len(a) < 2:

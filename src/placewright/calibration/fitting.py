@@ -36,8 +36,13 @@ class Correction:
 
     def apply(self, problem: Problem) -> Problem:
         links = tuple(self._link(link) for link in problem.cluster.links)
+        # On processors what is fitted is the whole of an op, issuing it included.
+        whole = np.array([[kind.type == "cpu"] for kind in problem.cluster.kinds])
+        overhead = np.where(whole, problem.costs.overhead_seconds, 0.0)
         costs = dataclasses.replace(
-            problem.costs, op_seconds=frozen(problem.costs.op_seconds * self.ops)
+            problem.costs,
+            op_seconds=frozen((problem.costs.op_seconds + overhead) * self.ops),
+            overhead_seconds=frozen(problem.costs.overhead_seconds - overhead),
         )
         cluster = dataclasses.replace(problem.cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from placewright.backends import Runner
+from placewright.calibration.accuracy import fidelity, why_distrusted
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import in_turns
 from placewright.calibration.fitting import corrected
 from placewright.calibration.pieces import measure_links, op_table
-from placewright.errors import WorkerError
+from placewright.errors import CostsError, WorkerError
 from placewright.placement import Placement, everything_on
 from placewright.problem import Problem
 from placewright.simulator import Simulator
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -26,12 +30,14 @@ def calibrate(
     *,
     propose: Callable[[Problem], Sequence[Placement]] = lambda problem: (),
     traces: int = 5,
+    forced: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Calibrates for a problem on the runner's devices; the rest is fitted to `placements`.
 
     The single-device placements are always among those, and what `propose` makes of the costs as
-    they were measured: a scheduler, whose placements keep all devices busy.
+    they were measured: a scheduler, whose placements keep all devices busy. Raises `CostsError`
+    for a calibration that cannot be trusted (see `why_distrusted`) unless `forced`.
     """
     say("timing ops")
     traced = {}
@@ -60,6 +66,13 @@ def calibrate(
         raise WorkerError("none of the placements ran, so there is nothing to fit the costs to")
     seconds = [times.seconds for times in timed.values()]
     fitted = corrected(problem, found, list(timed), seconds)
+    _, fidelity_of_fit = fidelity(fitted.problem(problem), [timed])
+    loads = [run.foreign_load for run in traced.values() if run.foreign_load is not None]
+    reason = why_distrusted(fidelity_of_fit.predicted, seconds, max(loads, default=0.0))
+    if reason and not forced:
+        raise CostsError(f"this calibration is not to be trusted: {reason}; forced=True keeps it")
+    if reason:
+        logger.warning("this calibration is not to be trusted: %s", reason)
     return dataclasses.replace(fitted, pace=pace, fitted_to=tuple(timed))
 
 

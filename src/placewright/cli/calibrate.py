@@ -44,6 +44,8 @@ class CalibrationOptions:
     """With --check: a scatter plot as HTML."""
     seed: int = 0
     """For the placements that are measured."""
+    force: bool = False
+    """Keep costs that cannot be trusted, as on a busy machine."""
 
     def __post_init__(self) -> None:
         if self.plot is not None and not self.check:
@@ -104,7 +106,12 @@ def _calibrated(
         pace = None
         if options.output is not None:
             found = calibration.calibrate(
-                problem, runner, fitted_to, propose=heft, say=lambda text: say(f"{text} ...")
+                problem,
+                runner,
+                fitted_to,
+                propose=heft,
+                forced=options.force,
+                say=lambda text: say(f"{text} ..."),
             )
             found.save(options.output, problem.graph)
             problem, pace = found.problem(problem), found.pace

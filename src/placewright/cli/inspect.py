@@ -12,10 +12,11 @@ from rich.table import Table
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.options import Only, add_command
-from placewright.graph import Graph
+from placewright.graph import Graph, Loop
 from placewright.grouping import Grouping
 from placewright.problem import ProblemConfig, group_ops
 from placewright.units import format_bytes, format_count
+from placewright.report.words import loop_lines
 
 _MOST_ROWS = 12
 
@@ -90,6 +91,7 @@ def describe(graph: Graph, grouping: Grouping) -> dict[str, Any]:
             }
             for g in order[:_MOST_ROWS].tolist()
         ],
+        "loops": [loop._asdict() for loop in graph.loops],
         "fingerprint": graph.fingerprint,
     }
 
@@ -119,6 +121,8 @@ def _print(facts: dict[str, Any]) -> None:
         if count:
             table.add_row(f"ops that cannot run on a {common.escaped(type_)}", number(count))
     common.console.print(table)
+    for line in loop_lines([Loop(**loop) for loop in facts["loops"]]):
+        common.console.print(common.escaped(line))
 
     types = Table(title="most frequent op types", title_justify="left")
     types.add_column("type")

@@ -453,6 +453,8 @@ def _print_answer(result: Result, directory: str) -> None:
             say("one device is already best: nothing found is faster than not splitting at all")
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
+    for line in result.notes():
+        say(line)
     for other in result.comparisons:
         spread = "" if other.half_width is None else f" ± {other.half_width:.3f}"
         say(f"in turns with {other.method}: {other.ratio:.3f}{spread} times as fast")

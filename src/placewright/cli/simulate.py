@@ -92,6 +92,7 @@ def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[st
             "name": device.name,
             "groups": int(np.sum(placement.devices == d)),
             "busy_seconds": float(timeline.busy_seconds[d]),
+            "parts": timeline.device_parts[d]._asdict(),
             "idle_seconds": float(timeline.idle_seconds[d]),
             "transfer_seconds": float(timeline.transfer_seconds[d]),
             "peak_bytes": int(timeline.peak_bytes[d]),
@@ -101,7 +102,10 @@ def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[st
     ]
     facts["transfers"] = len(timeline.transfers)
     facts["transferred_bytes"] = int(timeline.transfers.bytes.sum())
-    computing = [entry for entry in timeline.critical_path if entry.transfer is None]
+    facts["parts"] = timeline.path_parts._asdict()
+    computing = [
+        entry for entry in timeline.critical_path if entry.transfer is None and not entry.issues
+    ]
     moving = [entry for entry in timeline.critical_path if entry.transfer is not None]
     facts["critical_path"] = {
         "ops": len(computing),
@@ -115,6 +119,9 @@ def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[st
 
 
 def _print(problem: Problem, facts: dict[str, Any]) -> None:
+    from placewright.simulator import Parts
+    from placewright.simulator.makeup import described
+
     say = common.console.print
     if facts["step_seconds"] is None:
         say(f"[red]{facts['outcome']}:[/red] {common.escaped(facts['reason'])}")
@@ -127,21 +134,22 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
     if "devices" in facts:
         table = Table()
         table.add_column("device")
-        # Of a device with several slots, the mean of them: busy and idle add up to the step.
-        for heading in ("groups", "busy", "idle", "transfers", "peak memory", "memory"):
+        # Of a device with several slots, the mean of them: these add up to the step.
+        for heading in ("groups", "computes", "overhead", "waits", "idle", "peak memory", "memory"):
             table.add_column(heading, justify="right")
-        for entry, device in zip(facts["devices"], problem.cluster.devices, strict=True):
+        for entry in facts["devices"]:
             table.add_row(
                 common.escaped(entry["name"]),
                 str(entry["groups"]),
-                format_seconds(entry["busy_seconds"] / device.kind.slots),
-                format_seconds(entry["idle_seconds"] / device.kind.slots),
-                format_seconds(entry["transfer_seconds"]),
+                *(format_seconds(seconds) for seconds in entry["parts"].values()),
                 format_bytes(entry["peak_bytes"]),
                 format_bytes(entry["memory_bytes"]),
             )
         say(table)
-        say(f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}")
+        say(
+            f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}"
+        )
+        say(f"of the step, {described(Parts(**facts['parts']))}")
         path = facts["critical_path"]
         say(
             f"critical path: {path['ops']:,} ops for {format_seconds(path['op_seconds'])}, "

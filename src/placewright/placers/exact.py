@@ -6,7 +6,8 @@ CP-SAT (OR-Tools), which chooses devices and also the order on every device and 
 
 An evaluator serves ops and transfers in the order in which they become ready. CP-SAT may choose any
 order, so its optimum is a lower bound on what any placement takes: with the placement it proposes,
-the truth lies between the two.
+the truth lies between the two. So it is where the evaluator knows more than CP-SAT, which leaves
+out contention and that ops must be issued.
 """
 
 from __future__ import annotations
@@ -137,7 +138,11 @@ class Exact(Placer):
         bound = found.bound * machine.tick_seconds * (1 - 1e-9)
         self.notes.lower_bound_seconds = max(self.notes.lower_bound_seconds, bound)
         # CP-SAT knows nothing of contention, so what is optimal for it is then a bound, no more.
-        self.proven = found.optimal and not self.problem.cluster.contention
+        # It does not wait for ops to be issued either.
+        problem = self.problem
+        self.proven = found.optimal and not (
+            problem.cluster.contention or problem.issue_seconds.any()
+        )
         placements = found.placements or ([start] if start is not None else [])
         if not placements:
             self.notes.why_not = f"CP-SAT found no placement in {self.config.max_seconds:g} s"
@@ -222,7 +227,7 @@ def quick_bound_seconds(problem: Problem) -> float:
     """
     graph = problem.graph
     usable = problem.allowed.T[:, problem.grouping.group_of]
-    fastest = np.where(usable, problem.op_seconds, np.inf).min(axis=0)
+    fastest = np.where(usable, problem.busy_seconds, np.inf).min(axis=0)
     seconds: list[float] = fastest.tolist()
     ends = list(seconds)
     # Edges are sorted by consumer and ops topologically, so a producer's end is final when read.
@@ -289,7 +294,7 @@ class Machine:
         tick = max(quick_bound_seconds(problem) / _MIN_TICKS, self.serial_seconds / _MAX_TICKS)
         self.tick_seconds = 10.0 ** math.floor(math.log10(tick)) if tick > 0 else 1.0
         # [D][N]; where an op cannot run its time is not used.
-        finite = np.where(np.isfinite(problem.op_seconds), problem.op_seconds, 0.0)
+        finite = np.where(np.isfinite(problem.busy_seconds), problem.busy_seconds, 0.0)
         self.op_ticks = [[self.ticks(s) for s in row] for row in finite.tolist()]
         self.channels = [
             [
@@ -308,7 +313,7 @@ class Machine:
 
     def _serial_seconds(self) -> float:
         usable = self.problem.allowed.T[:, self.problem.grouping.group_of]
-        ops = np.where(usable, self.problem.op_seconds, 0.0).max(axis=0).sum()
+        ops = np.where(usable, self.problem.busy_seconds, 0.0).max(axis=0).sum()
         routes = self.problem.cluster.routes
         to_all = (len(self.devices) - 1) * sum(
             routes.latency_seconds.max() + item.bytes * routes.seconds_per_byte.max()

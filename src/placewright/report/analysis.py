@@ -55,21 +55,25 @@ class PathShare(NamedTuple):
     transfer_seconds: float
     group_seconds: FloatArray
     """[G] spent on ops of each group."""
+    issue_seconds: float
+    """Spent on issuing ops, where somebody else than their device does that."""
 
 
 def critical_path_shares(timeline: Timeline) -> PathShare:
     problem = timeline.problem
     devices = np.zeros(problem.num_devices)
     groups = np.zeros(problem.num_groups)
-    moving = 0.0
+    moving = issuing = 0.0
     for entry in timeline.critical_path:
         seconds = entry.end - entry.start
-        if entry.transfer is None:
+        if entry.issues:
+            issuing += seconds
+        elif entry.transfer is None:
             devices[timeline.op_device[entry.op]] += seconds
             groups[problem.grouping.group_of[entry.op]] += seconds
         else:
             moving += seconds
-    return PathShare(devices, moving, groups)
+    return PathShare(devices, moving, groups, issuing)
 
 
 def busy_devices(timeline: Timeline) -> FloatArray:
@@ -370,7 +374,8 @@ def _thinned(seconds: FloatArray, sizes: IntArray, step_seconds: float) -> Index
     points = np.arange(len(seconds), dtype=np.int32)
     if len(points) <= MOST_MEMORY_POINTS:
         return points
-    stretch = np.minimum(seconds / step_seconds, 1.0) * (MOST_MEMORY_POINTS / 2)
+    share = seconds / step_seconds if step_seconds else np.zeros(len(seconds))
+    stretch = np.minimum(share, 1.0) * (MOST_MEMORY_POINTS / 2)
     kept: set[int] = {0, len(points) - 1}
     bounds = np.flatnonzero(np.diff(stretch.astype(np.int64))) + 1
     for part in np.split(points, bounds):

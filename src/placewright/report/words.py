@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placewright.costs import Source
+from placewright.graph import Loop
 from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.run import Run
-from placewright.simulator.timeline import Timeline
+from placewright.simulator import StepRange, Timeline
+from placewright.simulator.makeup import described, range_line
 from placewright.units import format_bytes, format_seconds
 
 
@@ -27,6 +29,23 @@ def listed(items: Sequence[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def loop_lines(loops: Sequence[Loop]) -> list[str]:
+    """A line for each loop: how often it runs, and how that is known."""
+    lines = []
+    for loop in loops:
+        if loop.source == "dataset":
+            many = "" if loop.iterations is None else f" of {loop.iterations:,} elements"
+            often = f"goes over a dataset{many}; a step is one iteration"
+        elif loop.iterations is None:
+            often = "runs nobody knows how often and counts as one iteration"
+        else:
+            known = "you said so" if loop.source == "user" else f"known from a {loop.source}"
+            often = f"runs {plural(loop.iterations, 'iteration')} ({known})"
+        within = f" inside {loop.within!r}" if loop.within else ""
+        lines.append(f"Loop {loop.name!r}{within} {often}.")
+    return lines
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -163,11 +182,14 @@ def explain(run: Run) -> list[Section]:
     """The whole run in words."""
     lines = (answer(run), basis(run))
     sections = [Section("The answer", tuple(line for line in lines if line))]
+    if run.problem.graph.loops:
+        sections.append(Section("Loops", tuple(loop_lines(run.problem.graph.loops))))
     if run.timeline is not None and run.best is not None:
         title = "Where the groups sit" if run.ok else "A placement that does not fit"
         sections.append(Section(title, tuple(_where(run.timeline))))
     if run.timeline is not None and run.ok:
         sections += [
+            Section("What the step is made of", tuple(_made_of(run))),
             Section("What runs at the same time", tuple(_parallel(run.timeline))),
             Section("What is sent", tuple(_sent(run.timeline))),
             Section("What the step waits for", tuple(_critical(run.timeline))),
@@ -209,9 +231,34 @@ def _where(timeline: Timeline) -> list[str]:
     return lines
 
 
+def _made_of(run: Run) -> list[str]:
+    """By device and along the chain of things that wait for each other."""
+    assert run.timeline is not None
+    timeline = run.timeline
+    lines = [
+        f"{device.name}: {described(parts)}."
+        for device, parts in zip(
+            timeline.problem.cluster.devices, timeline.device_parts, strict=True
+        )
+        if parts.compute or parts.overhead
+    ]
+    lines.append(f"Of the step as a whole, {described(timeline.path_parts)}.")
+    made = run.summary.get("makeup") or {}
+    if made.get("rests_on_overhead"):
+        lines.append(
+            "The speed-up comes from spreading the overhead of issuing ops over devices: without "
+            f"overhead {made['speed_up_without_overhead']:.2f}x is left of "
+            f"{made['speed_up']:.2f}x."
+        )
+    of = run.summary.get("step_range")
+    if of and (line := range_line(StepRange(**of))):
+        lines.append(f"{line[0].upper()}{line[1:]}.")
+    return lines
+
+
 def _parallel(timeline: Timeline) -> list[str]:
     names = timeline.problem.cluster.device_names
-    step = timeline.step_seconds
+    step = timeline.step_seconds or 1.0  # of a model that costs nothing
     shares = analysis.busy_devices(timeline) / step if step else np.zeros(1)
     mean = float((shares * np.arange(len(shares))).sum())
     used = int((timeline.busy_seconds > 0).sum())
@@ -265,7 +312,7 @@ def _sent(timeline: Timeline) -> list[str]:
 def _critical(timeline: Timeline) -> list[str]:
     problem = timeline.problem
     names = problem.cluster.device_names
-    step = timeline.step_seconds
+    step = timeline.step_seconds or 1.0  # of a model that costs nothing
     share = analysis.critical_path_shares(timeline)
     order = np.argsort(-share.device_seconds, kind="stable").tolist()
     parts = [
@@ -273,6 +320,8 @@ def _critical(timeline: Timeline) -> list[str]:
         for d in order
         if share.device_seconds[d] >= 0.005 * step
     ]
+    if share.issue_seconds >= 0.005 * step:
+        parts.append(f"{share.issue_seconds / step:.0%} issuing ops")
     parts.append(f"{share.transfer_seconds / step:.0%} transfers")
     lines = [f"Of the longest chain of things that wait for each other: {listed(parts)}."]
     groups = np.argsort(-share.group_seconds, kind="stable")[:3].tolist()

@@ -40,7 +40,7 @@ from placewright.session.real import RealRuns
 from placewright.session.result import Result
 from placewright.session.rounds import Rounds
 from placewright.session.search import Progress, search
-from placewright.simulator import LowerBounds, lower_bounds
+from placewright.simulator import LowerBounds, lower_bounds, makeup, ranked_finalists
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +191,18 @@ class Session:
         bound = max(bounds.best, *(placer.notes.lower_bound_seconds for placer in placers))
         if best is not None:  # proofs and simulation round differently in the last digits
             bound = min(bound, best.measurement.mean_seconds)
+        step_range = composition = None
+        if best is not None:
+            found = [result.best for result in progress.results() if result.best is not None]
+            best, step_range = ranked_finalists(self.problem, found, seed=self.config.seed)[0]
+            single = next((trial for trial in found if trial.placer == "single"), None)
+            reference = single.placement if single and single.measurement.ok else None
+            composition = makeup(self.problem, best.placement, reference)
         return Result(
             problem=self.problem,
             best=best,
+            step_range=step_range,
+            makeup=composition,
             methods=tuple(progress.results()),
             lower_bound_seconds=bound,
             seconds=time.monotonic() - started,

@@ -23,7 +23,8 @@ from placewright.session.directory import (
 )
 from placewright.session.finals import Comparison
 from placewright.session.search import MethodResult
-from placewright.simulator import Simulator
+from placewright.simulator import Makeup, Simulator, StepRange
+from placewright.simulator.makeup import range_line
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
@@ -52,6 +53,10 @@ class Result:
     """What was found out about the costs on the way, where that was."""
     comparisons: tuple[Comparison, ...] = ()
     """The answer against the best single device and the expert's placement, measured in turns."""
+    step_range: StepRange | None = None
+    """Of the answer, over several orders of ties; None where the times are of real runs."""
+    makeup: Makeup | None = None
+    """What the answer's step is made of; None where the times are of real runs."""
 
     @property
     def measured(self) -> bool:
@@ -69,6 +74,8 @@ class Result:
     def step_seconds(self) -> float:
         if self.best is None:
             raise SearchError(self.why_none())
+        if self.step_range is not None:
+            return self.step_range.mean_seconds
         return self.best.measurement.mean_seconds
 
     @property
@@ -87,12 +94,25 @@ class Result:
     def speed_up(self) -> float | None:
         """Over the best single device."""
         single = self.best_single
-        return single.measurement.mean_seconds / self.step_seconds if single and self.best else None
+        if single is None or not self.best or not self.step_seconds:
+            return None
+        return single.measurement.mean_seconds / self.step_seconds
 
     @property
     def gap(self) -> float:
         """By what share the answer could still be improved at most: 0.2 for 20%."""
-        return 1.0 - self.lower_bound_seconds / self.step_seconds
+        if self.best is None:
+            raise SearchError(self.why_none())
+        # What is proven is proven in the order of ties of the graph.
+        seconds = self.best.measurement.mean_seconds
+        return 1.0 - self.lower_bound_seconds / seconds if seconds else 0.0
+
+    def notes(self) -> list[str]:
+        """What has to be known beside the step time: what the step is made of, what a speed-up
+        rests on, and how sure the figure is."""
+        lines = self.makeup.lines() if self.makeup else []
+        unsure = range_line(self.step_range) if self.step_range else ""
+        return [*lines, unsure] if unsure else lines
 
     @property
     def table(self) -> list[dict[str, Any]]:
@@ -163,7 +183,9 @@ class Result:
             "measured": self.measured,
             "outcome": best.outcome.value if best else "no placement ran",
             "method": self.best.placer if self.best else None,
-            "step_seconds": best.mean_seconds if best else None,
+            "step_seconds": self.step_seconds if best else None,
+            "step_range": asdict(self.step_range) if self.step_range else None,
+            "makeup": self.makeup.to_json() if self.makeup else None,
             "half_width_seconds": best.half_width_seconds if best else None,
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,

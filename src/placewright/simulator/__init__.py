@@ -2,6 +2,21 @@
 
 from placewright.simulator.bounds import LowerBounds, lower_bounds
 from placewright.simulator.engine import Simulation, Simulator
-from placewright.simulator.timeline import Timeline
+from placewright.simulator.makeup import Makeup, makeup
+from placewright.simulator.orders import Finalist, StepRange, over_orders, ranked_finalists
+from placewright.simulator.timeline import Parts, Timeline
 
-__all__ = ["LowerBounds", "Simulation", "Simulator", "Timeline", "lower_bounds"]
+__all__ = [
+    "Finalist",
+    "LowerBounds",
+    "Makeup",
+    "Parts",
+    "Simulation",
+    "Simulator",
+    "StepRange",
+    "Timeline",
+    "lower_bounds",
+    "makeup",
+    "over_orders",
+    "ranked_finalists",
+]

@@ -26,7 +26,8 @@ class LowerBounds:
     critical_path_seconds: float
     """The longest chain of ops, each on its fastest device, without transfers."""
     work_seconds: float
-    """All work, spread over all devices as well as fractions of groups allow."""
+    """All work, spread over all devices as well as fractions of groups allow; or where that takes
+    longer, issuing all ops."""
     memory_seconds: float
     """The same where no device may hold more than its memory at the moment that needs most;
     infinite where nothing fits."""
@@ -46,15 +47,17 @@ def lower_bounds(problem: Problem) -> LowerBounds:
     memory_bytes = np.array([device.memory_bytes for device in problem.cluster.devices])
     fits = problem.allowed & (least[:, np.newaxis] <= memory_bytes)
     reason = _why_nothing_fits(problem, needs, moment, least)
-    work = _balanced(problem, problem.allowed, None)
-    memory = np.inf if reason else max(work, _balanced(problem, fits, needs))
+    busy = _group_sums(problem, problem.busy_seconds)
+    work = _balanced(problem, busy, problem.allowed, None)
+    memory = np.inf if reason else max(work, _balanced(problem, busy, fits, needs))
     if reason is None and memory > _longest_step(problem, flow):
         # The dual of a problem without solution grows without end.
         reason = "no split of the groups over the devices keeps all of them within their memory"
         memory = np.inf
+    work = max(_contended(problem, work), _issuing(problem))
     return LowerBounds(
         critical_path_seconds=path_seconds,
-        work_seconds=_contended(problem, work),
+        work_seconds=work,
         memory_seconds=_contended(problem, memory),
         forced_out_of_memory=reason,
     )
@@ -66,7 +69,7 @@ def lower_bounds(problem: Problem) -> LowerBounds:
 def _critical_path(problem: Problem, flow: Flow) -> tuple[float, list[int]]:
     """Its length and its ops."""
     allowed = problem.allowed.T[:, problem.grouping.group_of]
-    fastest = np.where(allowed, problem.op_seconds, np.inf).min(axis=0)
+    fastest = np.where(allowed, problem.busy_seconds, np.inf).min(axis=0)
     end, before = _longest_paths(flow.use_producer, flow.use_op, fastest)
     op = int(np.argmax(end))
     path = [op]
@@ -103,12 +106,36 @@ def _contended(problem: Problem, seconds: float) -> float:
         return seconds
     share = min(1.0, problem.cluster.contention)
     slots = np.array([device.kind.slots for device in problem.cluster.devices])
-    busy = problem.group_seconds / slots[:, np.newaxis]
+    busy = _group_sums(problem, problem.busy_seconds) / slots[:, np.newaxis]
     least = np.where(problem.allowed.T, busy, np.inf).min(axis=0).sum()
     return max(seconds, (1 - share) * seconds + share * float(least) * (1.0 - _ROUNDING))
 
 
-def _balanced(problem: Problem, allowed: BoolArray, needs: FloatArray | None) -> float:
+def _group_sums(problem: Problem, op_seconds: FloatArray) -> FloatArray:
+    """[D, G] from [D, N]."""
+    if op_seconds is problem.op_seconds:
+        return problem.group_seconds
+    totals = np.zeros((problem.num_devices, problem.num_groups))
+    for device in range(problem.num_devices):
+        np.add.at(totals[device], problem.grouping.group_of, op_seconds[device])
+    return totals
+
+
+def _issuing(problem: Problem) -> float:
+    """How long issuing all ops takes at least: each on its own device's executor, where each has
+    one, or one after another."""
+    if not problem.issue_seconds.any():
+        return 0.0
+    seconds = _group_sums(problem, problem.issue_seconds)
+    if problem.cluster.issue == "host":
+        total = np.where(problem.allowed.T, seconds, np.inf).min(axis=0).sum()
+        return float(total) * (1.0 - _ROUNDING)
+    return _balanced(problem, seconds, problem.allowed, None)
+
+
+def _balanced(
+    problem: Problem, group_seconds: FloatArray, allowed: BoolArray, needs: FloatArray | None
+) -> float:
     """Least time in which fractions of the groups can be worked off, `needs` fitting into memory.
 
     By linear programming duality: for any prices w of a second on each device that add up to 1, and
@@ -134,7 +161,7 @@ def _balanced(problem: Problem, allowed: BoolArray, needs: FloatArray | None) ->
     # [G, sets] what a group takes of a set's time and of one device's memory. Time is priced for
     # the whole set.
     usable = allowed[:, one_of]
-    seconds = np.where(usable, problem.group_seconds.T[:, one_of], 0.0) / (slots * count)
+    seconds = np.where(usable, group_seconds.T[:, one_of], 0.0) / (slots * count)
     shares = np.zeros_like(seconds) if needs is None else needs[:, np.newaxis] / memory
     forbidden = np.where(usable, 0.0, np.inf)
 
@@ -173,8 +200,9 @@ def _on_simplex(values: FloatArray) -> FloatArray:
 
 def _longest_step(problem: Problem, flow: Flow) -> float:
     """More than any placement can take: nothing at the same time as anything else."""
-    seconds = problem.op_seconds
+    seconds = problem.busy_seconds
     work = np.where(np.isfinite(seconds), seconds, 0.0).max(axis=0).sum()
+    work += problem.issue_seconds.max(axis=0).sum()
     routes = problem.cluster.routes
     sizes = np.append(problem.graph.tensor_bytes, 0)[flow.use_tensor].astype(np.float64)
     latency = len(sizes) * routes.latency_seconds.max()

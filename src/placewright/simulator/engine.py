@@ -1,8 +1,9 @@
 """The simulator: how long a placement's step takes and how much memory it needs.
 
-Ops are given to the servers of their device in the order in which they become ready. What an op
-makes is sent once to every other device that needs it, over channels that carry one transfer at a
-time. Memory is held from the start of the op that makes it to the end of the last that uses it.
+Ops are given to the servers of their device in the order in which they become ready, and where
+somebody has to issue them, as they are issued. What an op makes is sent once to every other device
+that needs it, over channels that carry one transfer at a time. Memory is held from the start of the
+op that makes it to the end of the last that uses it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from placewright.simulator.kernel import (
     OP,
     UINT,
     USE,
+    Issuing,
     Log,
     Results,
     Scratch,
@@ -71,28 +73,40 @@ class Simulator:
         self.threads = threads or int(cast(Any, numba).config.NUMBA_NUM_THREADS)
         self.flow = Flow.of(problem.graph)
         self._tables = _tables(problem, self.flow)
+        self._issuing = _issuing(problem)
         self._scratches: list[Scratch] = []
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _simulator, (self.problem, self.threads)  # tables are quicker made than sent
 
-    def run(self, devices: npt.ArrayLike) -> Simulation:
+    def run(self, devices: npt.ArrayLike, priority: IntArray | None = None) -> Simulation:
         """Simulates placements, given as rows of a [B, G] array.
 
-        The threads share the rows; the result does not depend on how many there are.
+        The threads share the rows; the result does not depend on how many there are. `priority` [N]
+        says who goes first of ops that become ready at the same moment: who has the least, which
+        must be different for all. By default that is the order of the graph, as it is in every
+        figure that a placer is told.
         """
+        tables = self._tables
+        if priority is not None:
+            if np.unique(priority).shape != (self.problem.graph.num_ops,):
+                raise PlacementError("'priority' must be a different number for each op")
+            # As ranks, which are small and of one type.
+            order = np.argsort(np.argsort(priority)).astype(UINT)
+            sources = tables.sources[np.argsort(order[tables.sources])]
+            tables = tables._replace(sources=sources, priority=order)
         placements = self._checked(devices)
         results = Results.of(len(placements), self.problem.num_devices)
         next_row = np.zeros(1, dtype=np.int64)
         # numba's own parallel loops would do as well, but they abort the process when two threads
         # start one or when it was forked.
         helpers = [
-            self._helpers().submit(self._simulate, placements, next_row, results)
+            self._helpers().submit(self._simulate, tables, placements, next_row, results)
             for _ in range(min(self.threads, len(placements)) - 1)
         ]
         try:
-            self._simulate(placements, next_row, results)
+            self._simulate(tables, placements, next_row, results)
         finally:
             # All rows are taken: one that was not begun, as others keep the threads busy, need not.
             begun = [helper for helper in helpers if not helper.cancel()]
@@ -132,7 +146,10 @@ class Simulator:
         log = Log.of(self._tables)
         scratch = self._borrowed()
         next_row = np.zeros(1, dtype=np.int64)
-        simulate(self._tables, scratch, placements, next_row, results, log, self._working())
+        simulate(
+            self._tables, scratch, placements, next_row, results, log, self._working(),
+            self._issuing,
+        )  # fmt: skip
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
@@ -145,6 +162,9 @@ class Simulator:
             op_server=log.op_server,
             op_cause=log.op_cause,
             op_before=log.op_before,
+            issue_start=stretched(log.issue_start),
+            issue_end=stretched(log.issue_end),
+            issue_before=log.issue_before,
             transfer_use=log.sent[:sent].astype(np.int64),
             transfer_request=stretched(log.use_request[log.sent[:sent]]),
             transfer_start=stretched(log.use_start[log.sent[:sent]]),
@@ -165,16 +185,22 @@ class Simulator:
             self._pool = os.getpid(), ThreadPoolExecutor(self.threads - 1)
         return self._pool[1]
 
-    def _simulate(self, placements: IndexArray, next_row: IntArray, results: Results) -> None:
+    def _simulate(
+        self, tables: Tables, placements: IndexArray, next_row: IntArray, results: Results
+    ) -> None:
         scratch = self._borrowed()
-        simulate(self._tables, scratch, placements, next_row, results, None, self._working())
+        simulate(
+            tables, scratch, placements, next_row, results, None, self._working(), self._issuing
+        )
         # Kept for the next call: the system would have to clear fresh memory page by page, which
         # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)
 
     def _working(self) -> IntArray | None:
-        devices = self.problem.num_devices
-        return np.zeros(devices, dtype=np.int64) if self._tables.contention else None
+        # With a contention of 0 it changes nothing. It is there all the same where ops are issued:
+        # so the kernel is compiled for that once, and not twice.
+        needed = self._tables.contention or self._issuing is not None
+        return np.zeros(self.problem.num_devices, dtype=np.int64) if needed else None
 
     def _borrowed(self) -> Scratch:
         try:
@@ -257,6 +283,12 @@ class Recording:
     """[N] what made it ready: op i as i, the transfer for use u as N + u, nothing as -1."""
     op_before: IntArray
     """[N] the op before it on its server, N for the first."""
+    issue_start: FloatArray
+    """[N] when somebody began to issue it; 0, like the next, where its device does so itself."""
+    issue_end: FloatArray
+    issue_before: IntArray
+    """[N] the op before it in the queue of its executor, N for the first, and where one thread
+    issues all ops in their order."""
     transfer_use: IntArray
     """[M] the first use each transfer serves, in the order they were asked for."""
     transfer_request: FloatArray
@@ -313,7 +345,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
     tables = Tables(
         allowed=problem.allowed.copy(),
         group_of=problem.grouping.group_of.astype(UINT),
-        seconds=problem.costs.op_seconds.T.flatten(),
+        seconds=_by_kind(problem, problem.busy_seconds),
         kind_of=cluster.kind_of_device.astype(UINT),
         waits_for=waits_for.astype(UINT),
         ops=ops,
@@ -325,6 +357,7 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         owners=owners.astype(UINT),
         resident_bytes=graph.resident_bytes[owners],
         sources=np.flatnonzero(waits_for == 0).astype(UINT),
+        priority=np.arange(graph.num_ops).astype(UINT),
         first_server=np.cumsum([0, *slots]).astype(UINT),
         server_device=np.repeat(np.arange(len(slots)), slots).astype(UINT),
         routes=_padded_routes(problem, first_queue=sum(slots)),
@@ -334,11 +367,45 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         overhead=cluster.routes.overhead_seconds.flatten(),
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
         memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
-        num_queues=sum(slots) + len(cluster.routes.channel_names),
+        num_queues=sum(slots) + len(cluster.routes.channel_names) + _num_issuers(problem),
         contention=cluster.contention,
     )
-    _check_seconds(tables)
+    _check_seconds(tables, problem.issue_seconds.max(axis=0).sum())
     return tables
+
+
+def _by_kind(problem: Problem, seconds: FloatArray) -> FloatArray:
+    """[N * kinds] from [D, N], which is equal for all devices of a kind."""
+    kind_of = problem.cluster.kind_of_device
+    first = [int(np.flatnonzero(kind_of == k)[0]) for k in range(len(problem.cluster.kinds))]
+    return np.asarray(seconds[first].T.flatten(), dtype=np.float64)
+
+
+def _num_issuers(problem: Problem) -> int:
+    if not problem.issue_seconds.any():
+        return 0
+    return 1 if problem.cluster.issue == "host" else int(problem.cluster.issued_apart.sum())
+
+
+def _issuing(problem: Problem) -> Issuing | None:
+    """None where nothing is issued apart, so that no time is lost on it."""
+    if not _num_issuers(problem):
+        return None
+    cluster = problem.cluster
+    first = sum(device.kind.slots for device in cluster.devices)
+    first += len(cluster.routes.channel_names)
+    host = cluster.issue == "host"
+    apart = cluster.issued_apart.copy()
+    if host:
+        # What runs on the processors runs on the thread that issues it.
+        apart = np.array([device.type != "cpu" for device in cluster.devices])
+    queue = np.zeros(len(apart), dtype=np.int64) if host else np.cumsum(apart) - apart
+    return Issuing(
+        host=host,
+        seconds=_by_kind(problem, problem.issue_seconds),
+        apart=apart,
+        queue=(first + np.where(apart, queue, 0)).astype(UINT),
+    )
 
 
 def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]:
@@ -352,12 +419,13 @@ def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]
     return (routes + first_queue).astype(UINT).ravel()
 
 
-def _check_seconds(tables: Tables) -> None:
+def _check_seconds(tables: Tables, issuing: float) -> None:
     """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
     devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
     with np.errstate(over="ignore"):
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
+        longest += issuing
         transfers = devices * len(tables.uses)
         longest += transfers * (tables.latency.max() + 2 * tables.overhead.max())
         longest += (

@@ -1,8 +1,9 @@
 """The event loop, compiled by numba, and the tables it works on.
 
-It needs no priority queue: ops end on a server in the order they were given to it, and transfers
-arrive on a channel in the order they were asked for, so the next event is always the least of the
-queues' heads. Ties go to the lower queue, and servers come before channels.
+It needs no priority queue: ops end on a server in the order they were given to it, transfers
+arrive on a channel in the order they were asked for, and ops are issued in the order they were
+given to an executor, so the next event is always the least of the queues' heads. Ties go to the
+lower queue; servers come before channels, and those before executors.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ first use it serves, the buffer it moves and the device it comes from."""
 
 
 class Tables(NamedTuple):
-    """N ops, E uses, B buffers, D devices, S servers, Q queues: of servers, then of channels.
+    """N ops, E uses, B buffers, D devices, S servers, Q queues: of servers, of channels, and of
+    those who issue ops.
 
     Large graphs do not fit the processor's caches, so these are as small as they can be.
     """
@@ -82,7 +84,9 @@ class Tables(NamedTuple):
     resident_bytes: Ints
     """Of each of these."""
     sources: Uints
-    """Ops that wait for nothing."""
+    """Ops that wait for nothing, by priority."""
+    priority: Uints
+    """[N] who goes first of ops that become ready at the same moment: who has the least."""
     first_server: Uints
     """[D + 1]"""
     server_device: Uints
@@ -105,6 +109,21 @@ class Tables(NamedTuple):
     num_queues: int
     contention: float
     """By what share everything takes longer for each device that is busy besides the first."""
+
+
+class Issuing(NamedTuple):
+    """What is known of those who issue ops beside what the devices compute."""
+
+    host: bool
+    """Whether one thread issues all ops in the order of their numbers; otherwise each device has an
+    executor, which issues what only waits for ops that are issued already."""
+    seconds: Floats
+    """[N * kinds] of each op on each kind of device."""
+    apart: BoolArray
+    """[D] whether ops of the device are issued beside what it computes. For `host`, whether the
+    thread goes on while they run."""
+    queue: Uints
+    """[D] where ops of the device wait to be issued."""
 
 
 class Scratch(NamedTuple):
@@ -200,6 +219,9 @@ class Log(NamedTuple):
     op_server: IndexArray
     op_cause: IntArray
     op_before: IntArray
+    issue_start: FloatArray
+    issue_end: FloatArray
+    issue_before: IntArray
     sent: Uints
     use_request: FloatArray
     use_start: FloatArray
@@ -213,6 +235,8 @@ class Log(NamedTuple):
     """Transfers in `sent`, changes of memory."""
     latest_op: IntArray
     """[S] the last op given to each server, N for none."""
+    latest_issue: IntArray
+    """[D] the last op given to each executor, N for none."""
 
     @staticmethod
     def of(tables: Tables) -> Log:
@@ -225,6 +249,9 @@ class Log(NamedTuple):
             op_server=np.zeros(ops, dtype=np.int32),
             op_cause=np.zeros(ops, dtype=np.int64),
             op_before=np.zeros(ops, dtype=np.int64),
+            issue_start=np.zeros(ops),
+            issue_end=np.zeros(ops),
+            issue_before=np.full(ops, ops, dtype=np.int64),
             sent=np.zeros(uses, dtype=UINT),
             use_request=np.zeros(uses),
             use_start=np.zeros(uses),
@@ -236,6 +263,7 @@ class Log(NamedTuple):
             change_bytes=np.zeros(changes, dtype=np.int64),
             counts=np.zeros(2, dtype=np.int64),
             latest_op=np.full(len(tables.server_device), ops, dtype=np.int64),
+            latest_issue=np.full(len(tables.memory), ops, dtype=np.int64),
         )
 
 
@@ -310,18 +338,21 @@ def simulate(
     results: Results,
     log: Log | None,
     working: Ints | None,
+    issuing: Issuing | None,
 ) -> None:
     """Simulates rows of `placements` and fills in the same rows of `results`, until `next_row`, a
     single number that several threads may share, is beyond the last.
 
     `working` has room for how many servers of each device are busy, all 0; None where there is no
     contention. numba compiles this anew for what is None: without a log, and with one for
-    timelines; without contention, where counting would take a twentieth of the time, and with it.
+    timelines; without contention, where counting would take a twentieth of the time, and with it;
+    without `issuing`, where nothing is issued apart from computing.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
     seconds, kind_of, group_of = tables.seconds, tables.kind_of, tables.group_of
     own, released, sources = tables.own, tables.released, tables.sources
+    priority = tables.priority
     first_server, server_device = tables.first_server, tables.server_device
     routes, latency, per_byte = tables.routes, tables.latency, tables.per_byte
     gap = tables.gap
@@ -348,6 +379,10 @@ def simulate(
     no_entry = UINT(entries.size - 1)
     free = scratch.free[0]
     contention = tables.contention
+    # Only ops below this are issued; where no thread issues them in order, that is all.
+    next_issue = num_ops
+    dispatched = num_ops
+    blocking = num_ops
 
     while True:
         row = _take(next_row)
@@ -370,6 +405,7 @@ def simulate(
             head_end[i] = np.inf
             late[i] = 0.0
         now = 0.0
+        dispatched = num_ops
         # All that happens while several devices are busy takes longer by the same share, so what
         # comes after what does not depend on it: it is enough to sum up these times.
         busy = 0
@@ -380,12 +416,45 @@ def simulate(
         num_ready = UINT(sources.size)
         for i in range(num_ready):
             ready[i] = sources[i]
+        if issuing is not None and issuing.host:
+            num_ready = UINT(0)
+            next_issue = UINT(0)
+            head_end[issuing.queue[0]] = issuing.seconds[kind_of[state[0].device]]
 
         while True:
             # Each ready op goes to the server of its device that is free first.
             for i in range(num_ready):
                 op = ready[i]
                 device = state[op].device
+                if (
+                    issuing is not None
+                    and not issuing.host
+                    and issuing.apart[device]
+                    and op != dispatched
+                ):
+                    # To the device's executor first, behind what that has to issue already.
+                    executor = issuing.queue[device]
+                    start = max(now, free_at[executor])
+                    end = start + issuing.seconds[op * num_kinds + kind_of[device]]
+                    free_at[executor] = end
+                    if log is not None:
+                        log.op_ready[op] = now
+                        log.op_cause[op] = cause
+                        log.issue_start[op] = start
+                        log.issue_end[op] = end
+                        log.issue_before[op] = log.latest_issue[device]
+                        log.latest_issue[device] = op
+                    entry = free
+                    free = entries[entry].next
+                    entries[entry].end = end
+                    entries[entry].item = op
+                    idle = head_end[executor] == np.inf
+                    entries[no_entry if idle else tail[executor]].next = entry
+                    tail[executor] = entry
+                    if idle:
+                        head[executor] = entry
+                        head_end[executor] = end
+                    continue
                 server = first_server[device]
                 for other in range(server + 1, first_server[device + 1]):
                     if free_at[other] < free_at[server]:
@@ -393,11 +462,12 @@ def simulate(
                 start = max(now, free_at[server])
                 end = start + seconds[op * num_kinds + kind_of[device]]
                 if log is not None:
-                    log.op_ready[op] = now
+                    if issuing is None or (not issuing.host and not issuing.apart[device]):
+                        log.op_ready[op] = now
+                        log.op_cause[op] = cause
                     log.op_start[op] = start
                     log.op_end[op] = end
                     log.op_server[op] = server
-                    log.op_cause[op] = cause
                     log.op_before[op] = log.latest_op[server]
                     log.latest_op[server] = op
                 free_at[server] = end
@@ -453,6 +523,28 @@ def simulate(
             if working is not None:
                 shared += (now - since) * max(busy - 1, 0)
             num_ready = UINT(0)
+            if issuing is not None and issuing.host and queue == issuing.queue[0]:
+                # The thread has issued an op, and goes on to the next.
+                op = next_issue
+                next_issue = UINT(op + 1)
+                if log is not None:
+                    log.issue_end[op] = now
+                if state[op].waits_for == 0:
+                    ready[0] = op
+                    num_ready = UINT(1)
+                    if log is not None and tables.waits_for[op] == 0:
+                        log.op_cause[op] = -1
+                head_end[queue] = np.inf
+                if not issuing.apart[state[op].device]:
+                    blocking = op
+                elif next_issue < num_ops:
+                    step = issuing.seconds[
+                        next_issue * num_kinds + kind_of[state[next_issue].device]
+                    ]
+                    head_end[queue] = now + step
+                    if log is not None:
+                        log.issue_start[next_issue] = now
+                continue
             entry = head[queue]
             item = entries[entry].item
             following = entries[entry].next
@@ -460,7 +552,33 @@ def simulate(
             head[queue] = following
             head_end[queue] = np.inf if last else entries[following].end + late[queue]
 
-            if queue < num_servers:  # an op ends
+            dispatched = num_ops
+            if issuing is not None and not issuing.host and queue >= issuing.queue[0]:
+                # An op is issued: its device can have it, and so can the executor what waits only
+                # for ops that come before on the same device.
+                op = item
+                entries[entry].next = free
+                free = entry
+                device = state[op].device
+                dispatched = op
+                cause = np.int64(op)
+                ready[0] = op
+                num_ready = UINT(1)
+                for use in range(ops[op].uses, ops[op + 1].uses):
+                    user = uses[use].op
+                    if state[user].device == device:
+                        waits_for = state[user].waits_for - 1
+                        state[user].waits_for = waits_for
+                        ready[num_ready] = user
+                        num_ready = UINT(num_ready + (waits_for == 0))
+                for i in range(2, num_ready):
+                    op = ready[i]
+                    j = i
+                    while j > 1 and priority[ready[j - 1]] > priority[op]:
+                        ready[j] = ready[j - 1]
+                        j -= 1
+                    ready[j] = op
+            elif queue < num_servers:  # an op ends
                 op = item
                 if log is not None:
                     # Known only now, where transfers have held it up.
@@ -470,6 +588,15 @@ def simulate(
                 entries[entry].next = free
                 free = entry
                 device = server_device[queue]
+                if issuing is not None and op == blocking:
+                    blocking = num_ops
+                    if next_issue < num_ops:
+                        step = issuing.seconds[
+                            next_issue * num_kinds + kind_of[state[next_issue].device]
+                        ]
+                        head_end[issuing.queue[0]] = now + step
+                        if log is not None:
+                            log.issue_start[next_issue] = now
                 if working is not None:
                     working[device] -= last
                     busy -= last and working[device] == 0
@@ -492,10 +619,18 @@ def simulate(
                     target = state[user].device
                     if target == device:
                         holders[buffer * num_devices + device] += 1
+                        if issuing is not None and not issuing.host and issuing.apart[device]:
+                            continue  # it could be issued as soon as this op was
                         waits_for = state[user].waits_for - 1
                         state[user].waits_for = waits_for
                         ready[num_ready] = user
-                        num_ready = UINT(num_ready + (waits_for == 0))
+                        if issuing is None:
+                            num_ready = UINT(num_ready + (waits_for == 0))
+                        else:
+                            num_ready = UINT(num_ready + (waits_for == 0 and user < next_issue))
+                            if log is not None and issuing.host and waits_for == 0:
+                                log.op_ready[user] = now
+                                log.op_cause[user] = cause
                         continue
                     uses[use].same_way = num_uses
                     before = latest_use[target]
@@ -550,7 +685,7 @@ def simulate(
                 for i in range(1, num_ready):  # by insertion: there is mostly one, or none
                     op = ready[i]
                     j = i
-                    while j > 0 and ready[j - 1] > op:
+                    while j > 0 and priority[ready[j - 1]] > priority[op]:
                         ready[j] = ready[j - 1]
                         j -= 1
                     ready[j] = op
@@ -565,9 +700,22 @@ def simulate(
                     waits_for = state[user].waits_for - 1
                     state[user].waits_for = waits_for
                     ready[num_ready] = user
-                    num_ready = UINT(num_ready + (waits_for == 0))
+                    if issuing is None:
+                        num_ready = UINT(num_ready + (waits_for == 0))
+                    else:
+                        num_ready = UINT(num_ready + (waits_for == 0 and user < next_issue))
+                        if log is not None and issuing.host and waits_for == 0:
+                            log.op_ready[user] = now
+                            log.op_cause[user] = cause
                     target = state[user].device
                     served = uses[served].same_way
+                for i in range(1, num_ready):
+                    op = ready[i]
+                    j = i
+                    while j > 0 and priority[ready[j - 1]] > priority[op]:
+                        ready[j] = ready[j - 1]
+                        j -= 1
+                    ready[j] = op
                 route = device * num_devices + target
                 work = overhead[route] + use_bytes[item] * overhead_per_byte[route]
                 if work > 0.0:

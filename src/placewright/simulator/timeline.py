@@ -27,10 +27,12 @@ class Delay(enum.Enum):
     """The device was busy with the op before."""
     CHANNEL = "channel"
     """A channel on its route was busy with another transfer."""
+    ISSUE = "issue"
+    """It had not been issued before."""
 
 
 class PathEntry(NamedTuple):
-    """An op or a transfer on the critical path."""
+    """An op, the issuing of one, or a transfer on the critical path."""
 
     op: int
     """The op; for a transfer, the op whose result is sent."""
@@ -40,6 +42,8 @@ class PathEntry(NamedTuple):
     end: float
     delay: Delay
     """Why it did not start earlier: what it waited for is the entry before."""
+    issues: bool = False
+    """Whether this is the time of issuing the op, not of the op itself."""
 
 
 class LiveTensor(NamedTuple):
@@ -84,6 +88,23 @@ class Transfers:
         return len(self.tensor)
 
 
+class Parts(NamedTuple):
+    """What the step consists of for one device, in seconds that add up to the step time; or the
+    mean over devices."""
+
+    compute: float
+    overhead: float
+    """Issuing ops, while the device does so itself or has nothing else to do."""
+    waiting: float
+    """For transfers to arrive, with nothing else to do."""
+    idle: float
+    """Without anything to do, as other devices have to come first or all is done."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
     """One step of one placement: N ops on D devices."""
@@ -98,7 +119,9 @@ class Timeline:
     op_slot: IndexArray
     """[N] which of the device's slots ran the op."""
     op_ready: FloatArray
-    """[N] when all it waited for was there."""
+    """[N] when all it waited for was there; before an executor, where it could be issued."""
+    op_issued: FloatArray
+    """[N] when it was issued; 0 where its device does that itself."""
     op_start: FloatArray
     """[N]"""
     op_end: FloatArray
@@ -110,6 +133,10 @@ class Timeline:
     """[D] what was in memory when a device used most, besides variables; largest first."""
     critical_path: tuple[PathEntry, ...]
     """From the start of the step to its end without a gap, in order of time."""
+    device_parts: tuple[Parts, ...]
+    """[D] what the step is made of on each device; of several slots, the mean."""
+    path_parts: Parts
+    """What the step is made of along its critical path."""
 
     @cached_property
     def busy_seconds(self) -> FloatArray:
@@ -262,6 +289,7 @@ def build_timeline(
         end=frozen(recording.transfer_end),
     )
     curves, live = _memory(problem, flow, op_device, recording)
+    path = _critical_path(problem, op_device, transfers, recording)
     return Timeline(
         problem=problem,
         placement=placement,
@@ -270,12 +298,15 @@ def build_timeline(
         op_device=frozen(op_device),
         op_slot=frozen((recording.op_server - first_server[op_device]).astype(np.int32)),
         op_ready=frozen(recording.op_ready),
+        op_issued=frozen(recording.issue_end),
         op_start=frozen(recording.op_start),
         op_end=frozen(recording.op_end),
         transfers=transfers,
         memory=curves,
         live_at_peak=live,
-        critical_path=_critical_path(problem, transfers, recording),
+        critical_path=path,
+        device_parts=_device_parts(problem, op_device, transfers, recording),
+        path_parts=_path_parts(problem, op_device, path),
     )
 
 
@@ -306,16 +337,36 @@ def _memory(
     return tuple(curves), tuple(live)
 
 
+class _Issue(enum.Enum):
+    """Who issues an op."""
+
+    DEVICE = 0
+    """Its device does, as a part of the op."""
+    EXECUTOR = 1
+    HOST = 2
+
+
+def _issuers(problem: Problem, op_device: IndexArray) -> list[_Issue]:
+    """[N]"""
+    if not problem.issue_seconds.any():
+        return [_Issue.DEVICE] * len(op_device)
+    who = _Issue.HOST if problem.cluster.issue == "host" else _Issue.EXECUTOR
+    apart = problem.cluster.issued_apart[op_device].tolist()
+    return [who if beside else _Issue.DEVICE for beside in apart]
+
+
 def _critical_path(
-    problem: Problem, transfers: Transfers, recording: Recording
+    problem: Problem, op_device: IndexArray, transfers: Transfers, recording: Recording
 ) -> tuple[PathEntry, ...]:
     """Walks back from the end of the step to whatever let each op or transfer start."""
     num_ops = problem.graph.num_ops
     transfer_of_use = {use: i for i, use in enumerate(recording.transfer_use.tolist())}
     blocker = _blocking_transfers(problem, transfers)
+    issuer = _issuers(problem, op_device)
     path: list[PathEntry] = []
     node = int(np.flatnonzero(recording.op_end == recording.step_seconds)[-1])
     transfer: int | None = None
+    issues = False
     until = 0.0
     while True:
         if transfer is not None:
@@ -328,22 +379,96 @@ def _critical_path(
                 node = int(transfers.producer[transfer])
                 until = start  # of a transfer in the way only the time that it was in the way
             continue
-        start, end = float(recording.op_start[node]), float(recording.op_end[node])
+        ready, issued = float(recording.op_ready[node]), float(recording.issue_end[node])
         cause = int(recording.op_cause[node])
-        if start > recording.op_ready[node]:
+        who = issuer[node]
+        start, end = float(recording.op_start[node]), float(recording.op_end[node])
+        if issues:
+            start, end = float(recording.issue_start[node]), issued
+        before, next_issues = cause, False
+        if issues and who is _Issue.HOST:
+            delay, before = Delay.ISSUE, node - 1
+            # An op that the thread computed itself comes before, otherwise the issuing of one.
+            next_issues = before >= 0 and recording.issue_end[before] == start
+            if before < 0:
+                delay = Delay.NOTHING
+        elif issues and start > ready:
+            delay, before, next_issues = Delay.ISSUE, int(recording.issue_before[node]), True
+        elif issues:
+            delay = Delay.NOTHING if cause < 0 else Delay.INPUT
+            next_issues = True  # what it waits for on its own device is issued, not done
+        elif start > max(ready, issued):
             delay, before = Delay.DEVICE, int(recording.op_before[node])
-        elif cause < 0:
-            path.append(PathEntry(node, None, start, end, Delay.NOTHING))
-            return tuple(reversed(path))
+        elif who is _Issue.EXECUTOR or (who is _Issue.HOST and issued >= ready):
+            delay, before, next_issues = Delay.ISSUE, node, True
         else:
-            delay, before = Delay.INPUT, cause
-        path.append(PathEntry(node, None, start, end, delay))
+            delay = Delay.NOTHING if cause < 0 else Delay.INPUT
+        path.append(PathEntry(node, None, start, end, delay, issues))
+        if delay is Delay.NOTHING:
+            return tuple(reversed(path))
+        issues = next_issues and before < num_ops
         if before < num_ops:
             node = before
         else:
             transfer = transfer_of_use[before - num_ops]
             node = int(transfers.producer[transfer])
             until = float(transfers.end[transfer])
+
+
+# --- what the step is made of --------------------------------------------------------------------
+
+
+def _overhead_share(problem: Problem, op_device: IndexArray) -> FloatArray:
+    """[N] the part of each op's time on its device that is spent on issuing it there."""
+    ops = np.arange(len(op_device))
+    overhead = problem.costs.overhead_seconds[problem.cluster.kind_of_device[op_device], ops]
+    overhead = np.where(problem.cluster.issued_apart[op_device], 0.0, overhead)
+    busy = problem.busy_seconds[op_device, ops]
+    return np.divide(overhead, busy, out=np.zeros(len(ops)), where=busy > 0)
+
+
+def _device_parts(
+    problem: Problem, op_device: IndexArray, transfers: Transfers, recording: Recording
+) -> tuple[Parts, ...]:
+    """Each time without an op is explained by what the next op on that server waited for last."""
+    num_ops = problem.graph.num_ops
+    length = recording.op_end - recording.op_start
+    overhead = length * _overhead_share(problem, op_device)
+    # [N] the time without an op before each one: it begins where the op before it ends.
+    before = np.append(recording.op_end, 0.0)[recording.op_before]
+    start, ready = recording.op_start, recording.op_ready
+    request = ready.copy()
+    by_transfer = recording.op_cause >= num_ops
+    sent_at = np.zeros(int(recording.transfer_use.max(initial=-1)) + 1)
+    sent_at[recording.transfer_use] = recording.transfer_request
+    request[by_transfer] = sent_at[recording.op_cause[by_transfer] - num_ops]
+    issuing = np.maximum(start - np.maximum(ready, before), 0.0)
+    waiting = np.maximum(np.minimum(ready, start) - np.maximum(request, before), 0.0)
+    waiting = np.where(by_transfer, waiting, 0.0)
+    parts = []
+    for number, device in enumerate(problem.cluster.devices):
+        mine, slots = op_device == number, device.kind.slots
+        totals = [
+            float(part[mine].sum()) / slots
+            for part in (length - overhead, overhead + issuing, waiting)
+        ]
+        parts.append(Parts(*totals, max(recording.step_seconds - sum(totals), 0.0)))
+    return tuple(parts)
+
+
+def _path_parts(problem: Problem, op_device: IndexArray, path: tuple[PathEntry, ...]) -> Parts:
+    share = _overhead_share(problem, op_device)
+    compute = overhead = waiting = 0.0
+    for entry in path:
+        seconds = entry.end - entry.start
+        if entry.transfer is not None:
+            waiting += seconds
+        elif entry.issues:
+            overhead += seconds
+        else:
+            overhead += seconds * float(share[entry.op])
+            compute += seconds * (1.0 - float(share[entry.op]))
+    return Parts(compute, overhead, waiting, 0.0)
 
 
 def _blocking_transfers(problem: Problem, transfers: Transfers) -> list[int]:

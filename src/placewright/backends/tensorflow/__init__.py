@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,10 @@ class TensorFlowBackend(Backend):
 
 
 def _step(source: Any, options: LoadOptions) -> Step:
+    return dataclasses.replace(_step_of(source, options), loops=options.loops)
+
+
+def _step_of(source: Any, options: LoadOptions) -> Step:
     batch, dims, fetches = options.batch, options.dims, options.fetches
     if not is_path(source):
         refuse(f"a {type(source).__name__}", signature=options.signature)

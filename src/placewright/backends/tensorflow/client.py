@@ -242,6 +242,7 @@ class Client:
             started = time.monotonic()
             self._run(session, deadline, metadata)
             steps.append(time.monotonic() - started)
+            in_step: dict[str, float] = {}
             for stats in metadata.step_stats.dev_stats:
                 for node in stats.node_stats:
                     name = node.node_name
@@ -256,9 +257,12 @@ class Client:
                         ran_on[name] = number[stats.device]
                         # From when the executor took it up to when its outputs were passed on.
                         nanos = node.all_end_rel_nanos or 1000 * node.all_end_rel_micros
-                        ops.setdefault(name, []).append(nanos * 1e-9)
+                        in_step[name] = in_step.get(name, 0.0) + nanos * 1e-9
+            # The ops of a loop run several times in a step; what counts is all of them together.
+            for name, seconds in in_step.items():
+                ops.setdefault(name, []).append(seconds)
         return {
-            "op_seconds": {name: statistics.median(seconds) for name, seconds in ops.items()},
+            "op_seconds": {name: statistics.median(times) for name, times in ops.items()},
             "device_of": ran_on,
             "transfers": [
                 (edge, sizes.get(edge, 0), statistics.median(seconds))

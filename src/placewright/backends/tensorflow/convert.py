@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ from placewright.backends.tensorflow.graphdef import (
     parse_input,
 )
 from placewright.backends.tensorflow.kernels import has_gpu_kernel
+from placewright.backends.tensorflow.loops import DATASET, counts_of, loop_stacks, loops_of
+from placewright.backends.tensorflow.work import moved_bytes, work_of
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, Edge, Graph, Op, Tensor
 
@@ -83,45 +85,61 @@ def convert(
     name: str,
     group_rules: Iterable[tuple[str, str]] = (),
     roles: Roles | None = None,
+    loops: Mapping[str, int] | None = None,
 ) -> Graph:
-    """The graph of these nodes. Loops count as one iteration and stay on one device."""
+    """The graph of these nodes. Each loop stays on one device.
+
+    `loops` says how often those run of which the graph does not tell, see `loops_of`.
+    """
     nodes = flat.nodes
     index = {node.name: i for i, node in enumerate(nodes)}
     outputs = [flat.outputs.get(node.name, ()) for node in nodes]
     sources = _sources(nodes, index, outputs)
     order = _topological_order(sources)
 
-    frames = _loop_frames(nodes, sources, order)
-    loops = len({frame for frame in frames if frame})
-    if loops:
-        log.warning("%d loops are counted as one iteration each", loops)
+    stacks = loop_stacks(flat, [[source.node for source in of] for of in sources], order)
+    found_loops = loops_of(flat, stacks, loops or {})
+    counts = counts_of(nodes, stacks, found_loops)
 
     slots = _slots(nodes, sources, order, index, roles or Roles())
+    # What iterations hand to each other is not sent: a loop stays together.
+    steps = {loop.name for loop in found_loops if loop.source == DATASET}
+    frames = [next((name for name in stack if name not in steps), "") for stack in stacks]
     labels = _labels(nodes, sources, outputs, frames)
     forward = _ForwardOps(nodes, index, sources)
     shapes = [tuple(_sized(output.shape) for output in of) for of in outputs]
     _warn_of_unknown_shapes(nodes, outputs)
+
+    sizes = [
+        [_tensor_bytes(node, output, shape) for output, shape in zip(of, sized, strict=True)]
+        for node, of, sized in zip(nodes, outputs, shapes, strict=True)
+    ]
 
     ops, edges = [], []
     for i, node in enumerate(nodes):
         data = [(source.node, source.output) for source in sources[i] if source.output is not None]
         variable_bytes = _variable_bytes(node) if node.op in VARIABLES else 0
         is_slot = i in slots
+        read = [sizes[of][number] for of, number in data]
+        read_shapes = [shapes[of][number] for of, number in data]
         ops.append(
             Op(
                 name=node.name,
                 type=node.op,
-                outputs=_tensors(node, outputs[i], shapes[i], data, nodes, outputs),
+                outputs=_tensors(node, outputs[i], shapes[i], sizes[i], data, nodes, outputs),
                 param_bytes=0 if is_slot else variable_bytes,
                 slot_bytes=variable_bytes if is_slot else 0,
-                flops=flops(node, [shapes[of][number] for of, number in data], shapes[i]),
+                flops=flops(node, read_shapes, shapes[i]),
                 colocate=labels[i],
                 gradient_of=forward.of(i),
                 kernels=_kernels_of(node),
+                work=work_of(node.op),
+                moved_bytes=moved_bytes(node.op, read, sizes[i]),
+                count=counts[i],
             )
         )
         edges += [Edge(nodes[s.node].name, node.name, s.output) for s in sources[i]]
-    return Graph.from_ops(name, ops, edges, group_rules)
+    return Graph.from_ops(name, ops, edges, group_rules, found_loops)
 
 
 def _sources(
@@ -189,21 +207,24 @@ def _bytes(name: str, shape: Sequence[int], dtype: str) -> int:
     return size
 
 
+def _tensor_bytes(node: NodeDef, output: Output, shape: Sequence[int]) -> int:
+    if node.op in VARIABLES:
+        # The output stands for the variable, whose memory `param_bytes` counts.
+        return DTYPE_BYTES["resource"]
+    return _bytes(node.name, shape, output.dtype)
+
+
 def _tensors(
     node: NodeDef,
     outputs: Sequence[Output],
     shapes: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
     data: Sequence[tuple[int, int]],
     nodes: Sequence[NodeDef],
     all_outputs: Sequence[Sequence[Output]],
 ) -> tuple[Tensor, ...]:
     tensors = []
-    for number, (output, shape) in enumerate(zip(outputs, shapes, strict=True)):
-        if node.op in VARIABLES:
-            # The output stands for the variable, whose memory `param_bytes` counts.
-            size = DTYPE_BYTES["resource"]
-        else:
-            size = _bytes(node.name, shape, output.dtype)
+    for number, (output, shape, size) in enumerate(zip(outputs, shapes, sizes, strict=True)):
         source = _aliased(node, number, output, data, all_outputs)
         shares = None if source is None else (nodes[source[0]].name, source[1])
         tensors.append(Tensor(size, None if output.shape is None else shape, output.dtype, shares))
@@ -351,34 +372,13 @@ class _Owners:
 # --- co-location ---------------------------------------------------------------------------------
 
 
-def _loop_frames(
-    nodes: Sequence[NodeDef], sources: Sequence[Sequence[_Source]], order: Sequence[int]
-) -> list[str]:
-    """[N] name of the outermost loop each node belongs to, '' for none.
-
-    A value is in a loop from Enter to Exit. Loops inside a loop belong to the outermost.
-    """
-    stacks: list[tuple[str, ...]] = [()] * len(nodes)
-    result = [""] * len(nodes)
-    if not any(node.op in ("Enter", "RefEnter") for node in nodes):
-        return result
-    for i in order:
-        node = nodes[i]
-        stack = max((stacks[s.node] for s in sources[i]), key=len, default=())
-        if node.op in ("Enter", "RefEnter"):
-            stack = (*stack, node.attr["frame_name"].s.decode())
-        result[i] = stack[0] if stack else ""
-        stacks[i] = stack[:-1] if node.op in ("Exit", "RefExit") else stack
-    return result
-
-
 def _labels(
     nodes: Sequence[NodeDef],
     sources: Sequence[Sequence[_Source]],
     outputs: Sequence[Sequence[Output]],
     frames: Sequence[str],
 ) -> list[tuple[str, ...]]:
-    """[N] co-location labels: names of ops to be with, and loops."""
+    """[N] co-location labels: names of ops to be with, and the outermost loops."""
     labels: list[set[str]] = [set() for _ in nodes]
     wanted: set[str] = set()
     for i, node in enumerate(nodes):

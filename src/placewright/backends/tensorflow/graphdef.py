@@ -36,6 +36,10 @@ BACK_EDGES = frozenset(["NextIteration", "RefNextIteration"])
 """An edge from one of these to one of `MERGES` closes a loop."""
 
 
+DATASET_LOOP = "dataset_loop"
+"""The last part of the name of a call that stands for the body of a loop over a dataset."""
+
+
 class Output(NamedTuple):
     """What is known of one output of a node."""
 
@@ -70,6 +74,11 @@ class FlatGraph:
     outputs: Mapping[str, Sequence[Output]]
     library: Any = None
     """Definitions of the functions that could not be opened."""
+    dataset_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Name of a loop over a dataset -> its elements, where they are known."""
+    dataset_loops: Sequence[str] = ()
+    """Names of the loops over datasets whose bodies were opened in place: the nodes are those of
+    one iteration, and nothing runs it again."""
 
 
 @paused_collector()
@@ -87,6 +96,7 @@ def flatten(
     node names. `live` is the `tf.Graph` that `graph_def` was taken from, where there is one: it
     knows the shapes already.
     """
+    dataset_sizes = {} if live is None else _dataset_sizes(live)
     if live is None:  # a live graph has passed these checks when it was built
         check(graph_def)
     names = [node.name for node in graph_def.node]
@@ -95,11 +105,20 @@ def flatten(
     early = not has_calls or all(op_name(fetch) in set(names) for fetch in fetches)
     if fetches and early:
         _keep(graph_def, ancestors(graph_def.node, resolve(fetches, names)))
+    opened: dict[str, str] = {}
+    if not has_calls:
+        opened = open_dataset_loops(graph_def)
+        has_calls = bool(opened)
     bound = bind(graph_def.node, sizes or Sizes(), input_names or {})
     if bound.scalars:
         log.warning("taken for scalars, as they have no shape: %s", ", ".join(bound.scalars))
     if has_calls:
         graph_def = inline(graph_def, resolve(fetches, names) if early else ())
+        # Calls may have hidden loops over datasets, and these may have others in them.
+        while more := open_dataset_loops(graph_def):
+            opened |= more
+            bind(graph_def.node, sizes or Sizes(), input_names or {})
+            graph_def = inline(graph_def, resolve(fetches, names) if early else ())
         if fetches:
             names = [node.name for node in graph_def.node]
             _keep(graph_def, ancestors(graph_def.node, resolve(fetches, names)))
@@ -109,7 +128,17 @@ def flatten(
         stated = declared_outputs(nodes) if live is None else _outputs_among(live, nodes)
     try:
         outputs = stated or infer_outputs(graph_def)
-        return FlatGraph(nodes=nodes, outputs=outputs, library=graph_def.library)
+        return FlatGraph(
+            nodes=nodes,
+            outputs=outputs,
+            library=graph_def.library,
+            dataset_sizes={
+                loop: dataset_sizes[source]
+                for loop, source in opened.items()
+                if source in dataset_sizes
+            },
+            dataset_loops=tuple(opened),
+        )
     except ModelError as error:
         if not bound.scalars:
             raise
@@ -405,6 +434,113 @@ def inline(graph_def: GraphDef, fetches: Sequence[str]) -> GraphDef:
         return inline_functions(graph_def, fetches)
     except (ValueError, tf.errors.OpError) as error:
         raise ModelError(f"its functions cannot be inlined: {shorten(error)}") from error
+
+
+# --- loops over datasets -------------------------------------------------------------------------
+
+_DATASET_PASSES = frozenset(["TakeWhileDataset", "PrefetchDataset", "OptionsDataset",
+    "ModelDataset"])  # fmt: skip
+"""Datasets with the elements of their first input, or with the first of them."""
+
+
+def open_dataset_loops(graph_def: GraphDef) -> dict[str, str]:
+    """Puts a call of the loop's body where a function goes over a dataset, and gives the names of
+    these loops with the nodes that make their datasets.
+
+    AutoGraph makes such a loop into a ScanDataset that is reduced. Both hide their bodies, which is
+    where all the work is, from placement: the whole loop would be one op. What is put there is one
+    iteration, whose elements come from outside.
+    """
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    nodes = {node.name: node for node in graph_def.node}
+    found = {
+        node.name: op_name(node.input[0])
+        for node in graph_def.node
+        if node.op in ("ScanDataset", "ReduceDataset") and node.attr["f"].func.name in functions
+    }
+    if not any(node.op == "ReduceDataset" for node in graph_def.node) or not found:
+        return {}
+    made: dict[str, list[str]] = {}  # loop -> the elements it makes
+    renamed: dict[str, str] = {}
+    for name in sorted(found, key=lambda name: nodes[name].op, reverse=True):  # Scan goes first
+        node = nodes[name]
+        source = found[name]
+        while nodes[source].op in _DATASET_PASSES and nodes[source].input:
+            source = op_name(nodes[source].input[0])
+        found[name] = source
+        # The sum over what a ScanDataset makes is part of its loop.
+        loop = f"{source}/{DATASET_LOOP}/{name}" if source in made else f"{name}/{DATASET_LOOP}"
+        renamed[name] = loop
+        made[name] = _call_body(graph_def, node, loop, functions, made.get(source))
+    for node in graph_def.node:
+        if node.op.endswith("Dataset") and node.name not in found:
+            node.op, kept = "NoOp", [text for text in node.input if text.startswith("^")]
+            node.attr.clear()
+            del node.input[:]
+            node.input.extend(kept)
+        for position, text in enumerate(node.input):
+            name, output = parse_input(text)
+            if name in renamed:
+                suffix = f":{output}" if output else ""
+                node.input[position] = (
+                    f"^{renamed[name]}" if output is None else (renamed[name] + suffix)
+                )
+    for name, call in renamed.items():  # a step may be run for the loop's effects, by name
+        graph_def.node.add(name=name, op="NoOp", input=[f"^{call}"])
+    return {name: source for name, source in found.items() if source not in found}
+
+
+def _call_body(
+    graph_def: GraphDef,
+    node: NodeDef,
+    name: str,
+    functions: Mapping[str, Any],
+    elements: list[str] | None,
+) -> list[str]:
+    """Makes the loop a call of its body with that name, for `elements` (new inputs where there are
+    none); gives the elements it makes itself, where it is a ScanDataset."""
+    body = functions[node.attr["f"].func.name]
+    states, others = len(node.attr["Tstate"].list.type), len(node.attr["Targuments"].list.type)
+    data = [text for text in node.input if not text.startswith("^")]
+    control = [text for text in node.input if text.startswith("^")]
+    arguments = body.signature.input_arg
+    count = len(arguments) - states - others
+    if elements is None or len(elements) != count:
+        elements = []
+        for number in range(states, states + count):
+            element = graph_def.node.add(name=f"{node.name}/element_{number - states}")
+            element.op = "Placeholder"
+            element.attr["dtype"].type = arguments[number].type
+            known = body.arg_attr[number].attr["_output_shapes"].list.shape
+            if known:
+                element.attr["shape"].shape.CopyFrom(known[0])
+            elements.append(element.name)
+    function = node.attr["f"].func.name
+    node.name = name
+    node.op = "StatefulPartitionedCall"
+    del node.input[:]
+    node.input.extend([*data[1 : 1 + states], *elements, *data[1 + states :], *control])
+    node.attr.clear()
+    node.attr["f"].func.name = function
+    node.attr["Tin"].list.type.extend(argument.type for argument in arguments)
+    results = body.signature.output_arg
+    node.attr["Tout"].list.type.extend(result.type for result in results)
+    return [f"{node.name}:{number}" for number in range(states, len(results))]
+
+
+def _dataset_sizes(graph: Any) -> dict[str, int]:
+    """Name of the node that stands for a dataset from outside -> how many elements it has."""
+    sizes = {}
+    for outside, inside in getattr(graph, "captures", ()):
+        if outside.dtype != tf.variant or not hasattr(outside, "numpy"):
+            continue
+        try:
+            size = int(tf.raw_ops.DatasetCardinality(input_dataset=outside))
+        except (ValueError, TypeError, tf.errors.OpError):  # a variant that is no dataset
+            continue
+        if size > 0:  # not one without end or of unknown length
+            sizes[op_name(inside.name)] = size
+    return sizes
 
 
 # --- shapes --------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class Step:
     """Other names of the inputs, see `flatten`."""
     live: Any = None
     """The `tf.Graph` it came from, where there is one."""
+    loops: Mapping[str, int] = field(default_factory=dict)
+    """How often loops run, as the user says, see `loops.loops_of`."""
     where: str = ""
     """The file, for errors."""
 
@@ -91,7 +93,13 @@ class Step:
 
     def convert(self, flat: FlatGraph) -> Graph:
         with _blamed_on(self.where):
-            return convert(flat, name=self.name, group_rules=self.group_rules, roles=self.roles)
+            return convert(
+                flat,
+                name=self.name,
+                group_rules=self.group_rules,
+                roles=self.roles,
+                loops=self.loops,
+            )
 
     def graph(self) -> Graph:
         return self.convert(self.flat())
