@@ -28,9 +28,9 @@ from placewright.graph import FloatArray, IndexArray, frozen
 
 FORMAT = "placewright-cluster/1"
 
-OP_CLASSES = ("conv", "matmul", "memory", "tiny")
-"""Classes of op that reach a different share of a device's peak: convolutions, matrix products,
-memory-bound ops, and ops too small to fill the device."""
+OP_CLASSES = ("conv", "matmul", "memory", "gather", "update", "tiny")
+"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), and
+ops too small to fill the device."""
 
 _ROUTING_BYTES = 1 << 20
 """Routes are chosen for a tensor of this size: large enough that bandwidth counts, small enough
@@ -56,7 +56,7 @@ class DeviceKind:
     launch_seconds: float = 0.0
     """What starting a kernel costs on top, for ops that compute."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
-    """Share of the peak that each class of op reaches; 1 where not given."""
+    """Share of the peak that each class of op reaches, see `share`."""
 
     def __post_init__(self) -> None:
         what = f"device kind {self.name!r}"
@@ -75,6 +75,13 @@ class DeviceKind:
                 )
             if not 0 < share <= 1:
                 raise ClusterError(f"{what}: efficiency {name} must be in (0, 1], not {share}")
+
+    def share(self, op_class: str) -> float:
+        """Of the peak, for a class of op: `gather` and `update` are as `memory` unless they have a
+        share of their own, and what is not given at all reaches the peak."""
+        if op_class in ("gather", "update") and op_class not in self.efficiency:
+            op_class = "memory"
+        return self.efficiency.get(op_class, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

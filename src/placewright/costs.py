@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, frozen
+from placewright.graph import FloatArray, Graph, Work, frozen
 
 FORMAT = "placewright-costs/1"
 
@@ -42,7 +41,7 @@ class Costs:
 
     kinds: tuple[str, ...]
     op_seconds: FloatArray
-    """[K, N], infinite where the op has no kernel."""
+    """[K, N] of all runs of an op in a step; infinite where it has no kernel."""
     source: npt.NDArray[np.uint8]
     """[K, N] a `Source` for each number."""
 
@@ -163,12 +162,10 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     Measured numbers in `tables` (later ones win) go before those in the graph, and both before the
     roofline estimate.
     """
-    moved = _bytes_moved(graph)
-    classes = _op_classes(graph, moved)
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
-        seconds[k] = _roofline(kind, graph, moved, classes)
+        seconds[k] = _roofline(kind, graph) * graph.run_count
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -194,70 +191,24 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
 
 # --- roofline ------------------------------------------------------------------------------------
 
-_CONV, _MATMUL, _MEMORY, _TINY, _NO_WORK = "conv", "matmul", "memory", "tiny", ""
-
-_CONV_TYPES = re.compile(r"conv", re.IGNORECASE)
-_MATMUL_TYPES = re.compile(r"matmul|einsum|(^|[._])(addmm|mm|bmm|linear|baddbmm)\b", re.IGNORECASE)
-_UPDATE_TYPES = re.compile(r"^(Resource)?(?!.*(Sparse|Scatter)).*(Apply|Assign)")
-
+_TINY = "tiny"
 _TINY_FLOPS = 1e6
 _TINY_BYTES = 64 * 1024
 
 
-def _bytes_moved(graph: Graph) -> IntArray:
-    """[N] bytes an op reads and writes.
-
-    An optimizer update reads and writes the variables behind its handles, which the handles' own
-    eight bytes do not show.
-    """
-    moved = graph.input_bytes + graph.owned_bytes
-    updates = np.array(
-        [bool(_UPDATE_TYPES.search(type_)) for type_ in graph.op_types], dtype=np.bool_
-    )
-    data = graph.edge_tensor >= 0
-    by_update = data & updates[graph.edge_dst]
-    np.add.at(moved, graph.edge_dst[by_update], 2 * graph.resident_bytes[graph.edge_src[by_update]])
-    return moved
-
-
-def _op_classes(graph: Graph, moved: IntArray) -> npt.NDArray[Any]:
-    """[N] the class of each op, '' for one that computes nothing."""
-    classes = np.full(graph.num_ops, _MEMORY, dtype="U6")
-    by_type = {
-        type_: _CONV
-        if _CONV_TYPES.search(type_)
-        else _MATMUL
-        if _MATMUL_TYPES.search(type_)
-        else _MEMORY
-        for type_ in set(graph.op_types)
-    }
-    classes[:] = [by_type[type_] for type_ in graph.op_types]
-    flops = np.nan_to_num(graph.flops)
-    classes[(flops < _TINY_FLOPS) & (moved < _TINY_BYTES)] = _TINY
-    classes[~_computes(graph)] = _NO_WORK
-    return classes
-
-
-def _computes(graph: Graph) -> BoolArray:
-    """[N] whether an op does work: constants, handles, reads and reshapes only pass tensors on."""
-    has_input = np.zeros(graph.num_ops, dtype=np.bool_)
-    has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
-    outputs = np.diff(graph.output_offsets)
-    passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
-    return np.asarray((np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on), dtype=np.bool_)
-
-
-def _roofline(
-    kind: DeviceKind, graph: Graph, moved: IntArray, classes: npt.NDArray[Any]
-) -> FloatArray:
-    """[N] seconds: overhead plus the slower of computing and moving bytes."""
+def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
+    """[N] seconds of one run: overhead plus the slower of computing and moving bytes."""
+    flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
+    tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
     seconds = np.full(graph.num_ops, kind.dispatch_seconds)
-    for name in (_CONV, _MATMUL, _MEMORY, _TINY):
-        members = classes == name
-        share = kind.efficiency.get(name, 1.0)
-        # Bytes move at the memory-bound share whatever the op computes, unless it is tiny.
-        memory_share = share if name == _TINY else kind.efficiency.get(_MEMORY, 1.0)
-        compute = np.nan_to_num(graph.flops[members]) / (kind.peak_flops * share)
+    for members, name in [
+        (tiny & (work != Work.NONE), _TINY),
+        *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
+    ]:
+        compute_share = kind.share(name)
+        # The bytes of a matrix product or a convolution move like those of any other op.
+        memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
+        compute = flops[members] / (kind.peak_flops * compute_share)
         memory = moved[members] / (kind.memory_bandwidth * memory_share)
         seconds[members] += kind.launch_seconds + np.maximum(compute, memory)
     return seconds

@@ -7,10 +7,12 @@ The file format is described in docs/graph-format.md.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import heapq
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +47,21 @@ _MOST_BYTES = 2**60
 """A billion gigabytes: what all tensors and variables of a graph may have together."""
 
 
+class Work(enum.IntEnum):
+    """What kind of work an op does, which decides how near it comes to a device's peak."""
+
+    NONE = 0
+    """It only passes tensors on: constants, handles, reads of variables, reshapes, shapes."""
+    MEMORY = 1
+    """It reads and writes whole tensors: everything that is not one of the others."""
+    CONV = 2
+    MATMUL = 3
+    GATHER = 4
+    """It reads or writes rows picked from a table; the other rows are not touched."""
+    UPDATE = 5
+    """It changes all of a variable: reads and writes it, and reads and writes optimizer state."""
+
+
 class Tensor(NamedTuple):
     """One output of an operation."""
 
@@ -74,6 +91,19 @@ class ScopeRule(NamedTuple):
     """Name of the group; may refer to the pattern's parts as `\\1`."""
 
 
+class Loop(NamedTuple):
+    """A loop of the model: its ops run several times in a step."""
+
+    name: str
+    count: int | None
+    """Iterations each time the loop is entered; None where that is not known. Then its ops count
+    as run once."""
+    source: str
+    """How the count became known: `constant`, `shape`, `user`, or `unknown`."""
+    within: str = ""
+    """The loop that this one is inside of; whose iterations multiply with its own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """One operation, as front ends and graph files give it."""
@@ -94,6 +124,14 @@ class Op:
     """The forward op whose gradient this op helps to compute: a wish to be near, not a must."""
     kernels: tuple[str, ...] | None = None
     """Device types that can run it; None for all."""
+    work: Work | None = None
+    """What kind of work it does; None to have it guessed from its type."""
+    moved_bytes: int | None = None
+    """Bytes it reads and writes each time it runs; None where that is all its inputs and outputs
+    (and for `UPDATE` the variables behind its handles)."""
+    count: int = 1
+    """How often it runs in a step: the iterations of the loops it is in, multiplied. `flops`,
+    `moved_bytes` and the sizes of tensors are of one run, `seconds` of all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,8 +175,16 @@ class Graph:
     """[E] consuming op."""
     edge_tensor: IndexArray
     """[E] tensor carried, -1 for a control edge."""
+    stated_work: npt.NDArray[np.int8]
+    """[N] the `Work` of each op, -1 where it was not said; see `work`."""
+    stated_bytes: IntArray
+    """[N] bytes each op reads and writes in one run, -1 where not said; see `moved_bytes`."""
+    run_count: IntArray
+    """[N] how often each op runs in a step."""
     group_rules: tuple[ScopeRule, ...] = ()
     """How the model's author would group its ops (rule 3 of the paper); a hint, may be empty."""
+    loops: tuple[Loop, ...] = ()
+    """The loops that `run_count` counts, and those whose iterations are not known."""
 
     @staticmethod
     def from_ops(
@@ -146,10 +192,11 @@ class Graph:
         ops: Iterable[Op],
         edges: Iterable[Edge],
         group_rules: Iterable[tuple[str, str]] = (),
+        loops: Iterable[Loop] = (),
     ) -> Graph:
         """Builds and checks a graph from records in any order."""
         rules = tuple(ScopeRule(*rule) for rule in group_rules)
-        return _build(name, list(ops), list(edges), rules)
+        return _build(name, list(ops), list(edges), rules, tuple(loops))
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r}: {self.num_ops} ops, {self.num_edges} edges>"
@@ -207,6 +254,29 @@ class Graph:
         """[N] memory held for the whole step: the variable and the optimizer state."""
         return self.param_bytes + self.slot_bytes
 
+    @cached_property
+    def work(self) -> npt.NDArray[np.int8]:
+        """[N] the `Work` of each op: as stated, otherwise guessed from its type and tensors."""
+        return frozen(np.where(self.stated_work >= 0, self.stated_work, _guess_work(self)))
+
+    @cached_property
+    def moved_bytes(self) -> IntArray:
+        """[N] bytes each op reads and writes in one run: as stated, otherwise its inputs, the
+        outputs that have memory of their own, and what its kind of work says about tables and
+        variables."""
+        moved = self.input_bytes + self.owned_bytes
+        data = self.edge_tensor >= 0
+        # The handles of an update are eight bytes each; it reads and writes what is behind them.
+        behind = data & (self.work[self.edge_dst] == Work.UPDATE)
+        written = 2 * self.resident_bytes[self.edge_src[behind]]
+        np.add.at(moved, self.edge_dst[behind], written)
+        # A gather reads as many bytes of its table, the largest input, as it writes.
+        gathers = np.flatnonzero(self.work == Work.GATHER)
+        largest = np.zeros(self.num_ops, dtype=np.int64)
+        np.maximum.at(largest, self.edge_dst, self.edge_bytes)
+        moved[gathers] -= np.maximum(largest - self.owned_bytes, 0)[gathers]
+        return frozen(np.where(self.stated_bytes >= 0, self.stated_bytes, moved))
+
     def runs_on(self, device_type: str) -> BoolArray:
         """[N] whether each op has a kernel for this type of device."""
         listed = self.kernels.get(device_type, np.zeros(self.num_ops, dtype=np.bool_))
@@ -226,6 +296,14 @@ class Graph:
             for key in sorted(table):
                 digest.update(key.encode())
                 digest.update(np.ascontiguousarray(table[key]).tobytes())
+        # Graphs from before these existed keep their fingerprints.
+        if (self.stated_work >= 0).any():
+            digest.update(b"work" + self.stated_work.tobytes())
+        if (self.stated_bytes >= 0).any():
+            digest.update(b"moved" + self.stated_bytes.tobytes())
+        if (self.run_count != 1).any() or self.loops:
+            digest.update(b"count" + self.run_count.tobytes())
+            digest.update(json.dumps(self.loops).encode())
         return digest.hexdigest()[:16]
 
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -249,6 +327,8 @@ class Graph:
         types = {type_: listed.tolist() for type_, listed in self.kernels.items()}
         flops = self.flops.tolist()
         offsets = self.output_offsets.tolist()
+        work, moved = self.stated_work.tolist(), self.stated_bytes.tolist()
+        counts = self.run_count.tolist()
         tensors = [self._tensor(t) for t in range(self.num_tensors)]
         for i, name in enumerate(self.op_names):
             colocation = int(self.colocation[i])
@@ -266,6 +346,9 @@ class Graph:
                 kernels=tuple(t for t, has in types.items() if has[i])
                 if self.restricted[i]
                 else None,
+                work=None if work[i] < 0 else Work(work[i]),
+                moved_bytes=None if moved[i] < 0 else moved[i],
+                count=counts[i],
             )
 
     def edges(self) -> Iterator[Edge]:
@@ -320,6 +403,12 @@ def to_json(graph: Graph) -> dict[str, Any]:
             record["gradient_of"] = op.gradient_of
         if op.kernels is not None:
             record["kernels"] = list(op.kernels)
+        if op.work is not None:
+            record["work"] = op.work.name.lower()
+        if op.moved_bytes is not None:
+            record["moved_bytes"] = op.moved_bytes
+        if op.count != 1:
+            record["count"] = op.count
         ops.append(record)
     edges = []
     for edge in graph.edges():
@@ -332,6 +421,8 @@ def to_json(graph: Graph) -> dict[str, Any]:
     document = {"format": FORMAT, "name": graph.name, "ops": ops, "edges": edges}
     if graph.group_rules:
         document["group_rules"] = [rule._asdict() for rule in graph.group_rules]
+    if graph.loops:
+        document["loops"] = [loop._asdict() for loop in graph.loops]
     return document
 
 
@@ -346,10 +437,10 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return record
 
 
-_GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules"}
+_GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules", "loops"}
 _OP_KEYS = {
     "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
-    "gradient_of", "kernels",
+    "gradient_of", "kernels", "work", "moved_bytes", "count",
 }  # fmt: skip
 _TENSOR_KEYS = {"bytes", "shape", "dtype", "shares"}
 _EDGE_KEYS = {"from", "to", "output", "control"}
@@ -374,6 +465,7 @@ def from_json(document: object, *, where: str) -> Graph:
             [_op_from_json(record, index) for index, record in enumerate(ops)],
             [_edge_from_json(record, index) for index, record in enumerate(edges)],
             _rules_from_json(document.get("group_rules", [])),
+            _loops_from_json(document.get("loops", [])),
         )
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
@@ -394,6 +486,8 @@ def _op_from_json(record: object, index: int) -> Op:
     kernels = record.get("kernels")
     forward = record.get("gradient_of")
     flops = record.get("flops")
+    work = record.get("work")
+    moved = record.get("moved_bytes")
     return Op(
         name=name,
         type=_text(record.get("type"), f"'type' of {what}"),
@@ -408,7 +502,17 @@ def _op_from_json(record: object, index: int) -> Op:
         colocate=_texts(record.get("colocate", []), f"'colocate' of {what}"),
         gradient_of=None if forward is None else _text(forward, f"'gradient_of' of {what}"),
         kernels=None if kernels is None else _texts(kernels, f"'kernels' of {what}"),
+        work=None if work is None else _work_from_json(work, what),
+        moved_bytes=None if moved is None else _whole(moved, f"'moved_bytes' of {what}"),
+        count=_whole(record.get("count", 1), f"'count' of {what}"),
     )
+
+
+def _work_from_json(value: object, what: str) -> Work:
+    kinds = {kind.name.lower(): kind for kind in Work}
+    if not isinstance(value, str) or value not in kinds:
+        raise ModelError(f"'work' of {what} must be one of {', '.join(kinds)}, not {value!r:.40}")
+    return kinds[value]
 
 
 def _tensor_from_json(record: object, what: str) -> Tensor:
@@ -468,6 +572,27 @@ def _rules_from_json(records: object) -> list[ScopeRule]:
     return rules
 
 
+def _loops_from_json(records: object) -> list[Loop]:
+    if not isinstance(records, list):
+        raise ModelError("'loops' must be a list of {'name': ..., 'count': ..., 'source': ...}")
+    loops = []
+    for record in records:
+        if not isinstance(record, dict):
+            raise ModelError("a loop is not a JSON object")
+        _no_unknown_keys(record, set(Loop._fields), "a loop")
+        name = _text(record.get("name"), "'name' of a loop")
+        count, within = record.get("count"), record.get("within", "")
+        loops.append(
+            Loop(
+                name,
+                None if count is None else _whole(count, f"'count' of loop {name!r}"),
+                _text(record.get("source", "unknown"), f"'source' of loop {name!r}"),
+                within and _text(within, f"'within' of loop {name!r}"),
+            )
+        )
+    return loops
+
+
 def _no_unknown_keys(record: Mapping[str, object], known: set[str], what: str) -> None:
     # A misspelt optional key would silently be a default; better to say so.
     for key in record:
@@ -516,8 +641,42 @@ def _number(value: object, what: str) -> float:
     return number
 
 
+_GUESSES = (
+    (Work.CONV, re.compile(r"conv", re.IGNORECASE)),
+    (
+        Work.MATMUL,
+        re.compile(r"matmul|einsum|(^|[._])(addmm|mm|bmm|linear|baddbmm)\b", re.IGNORECASE),
+    ),
+    (Work.GATHER, re.compile(r"gather|scatter|embedding|sparse.*apply", re.IGNORECASE)),
+    (Work.UPDATE, re.compile(r"^(Resource)?.*(Apply|Assign)")),
+)
+"""The kind of work an op type's name stands for, where nobody said; the first that matches."""
+
+
+def _guess_work(graph: Graph) -> npt.NDArray[np.int8]:
+    """[N] the `Work` of ops of which only type, FLOPs and tensors are known."""
+    by_type = {
+        type_: next((work for work, names in _GUESSES if names.search(type_)), Work.MEMORY)
+        for type_ in set(graph.op_types)
+    }
+    work = np.array([by_type[type_] for type_ in graph.op_types], dtype=np.int8)
+    # Without inputs there is nothing to compute from; and what shares all its outputs with others
+    # hands them on.
+    has_input = np.zeros(graph.num_ops, dtype=np.bool_)
+    has_input[graph.edge_dst[graph.edge_tensor >= 0]] = True
+    outputs = np.diff(graph.output_offsets)
+    passes_on = (outputs > 0) & (graph.owned_bytes == 0) & (graph.output_bytes > 0)
+    computes = (np.nan_to_num(graph.flops) > 0) | (has_input & ~passes_on)
+    work[~computes] = Work.NONE
+    return work
+
+
 def _build(
-    name: str, ops: list[Op], edges: list[Edge], group_rules: tuple[ScopeRule, ...]
+    name: str,
+    ops: list[Op],
+    edges: list[Edge],
+    group_rules: tuple[ScopeRule, ...],
+    loops: tuple[Loop, ...],
 ) -> Graph:
     if not ops:
         raise ModelError("the graph has no ops; is it the right file, or was everything pruned?")
@@ -584,7 +743,15 @@ def _build(
         edge_src=frozen(edge_src[by_consumer]),
         edge_dst=frozen(edge_dst[by_consumer]),
         edge_tensor=frozen(edge_tensor[by_consumer]),
+        stated_work=frozen(
+            np.array([-1 if op.work is None else op.work for op in ops], dtype=np.int8)
+        ),
+        stated_bytes=frozen(
+            np.array([-1 if op.moved_bytes is None else op.moved_bytes for op in ops], np.int64)
+        ),
+        run_count=frozen(np.array([op.count for op in ops], dtype=np.int64)),
         group_rules=group_rules,
+        loops=loops,
     )
 
 
@@ -598,6 +765,10 @@ def _check_op(op: Op) -> None:
     for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
         if size < 0:
             raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
+    if op.moved_bytes is not None and op.moved_bytes < 0:
+        raise ModelError(f"op {op.name!r} moves a negative number of bytes ({op.moved_bytes})")
+    if op.count < 1:
+        raise ModelError(f"op {op.name!r} runs {op.count} times in a step; leave it out instead")
     costs = [("flops", op.flops), *((f"seconds on {k}", s) for k, s in op.seconds.items())]
     for label, value in costs:
         if value is not None and not (math.isfinite(value) and value >= 0):
@@ -611,7 +782,10 @@ def _check_totals(ops: Sequence[Op]) -> None:
     total = sum(op.param_bytes + op.slot_bytes + sum(t.bytes for t in op.outputs) for op in ops)
     if total > _MOST_BYTES:
         raise ModelError(f"the ops have {total:.3g} bytes in all; is the unit of bytes right?")
-    flops = sum(op.flops or 0.0 for op in ops)
+    moved = sum((op.moved_bytes or 0) * op.count for op in ops)
+    if moved > 1000 * _MOST_BYTES:
+        raise ModelError(f"the ops move {moved:.3g} bytes in a step; is the unit of bytes right?")
+    flops = sum((op.flops or 0.0) * op.count for op in ops)
     seconds = sum(value for op in ops for value in op.seconds.values())
     if not (math.isfinite(flops) and math.isfinite(seconds)):
         raise ModelError("the FLOPs or seconds of all ops add up to infinity")
