@@ -454,18 +454,29 @@ def _origins(nodes: Sequence[Node], exported: Mapping[str, Node]) -> dict[Node, 
             number = node.meta.get("seq_nr")
             if number is not None:
                 by_number.setdefault(number, trail[-1].name)
-    numbers = sorted(by_number)
-    for node in nodes:
-        if node.op != "call_function" or node in origins:
-            continue
-        number = node.meta.get("seq_nr")
-        if number is None:
-            continue
-        # Ops in place have numbers of their own, right after that of what they wrote to.
-        known = [n for n in numbers if n <= number]
-        if known:
-            origins[node] = by_number[known[-1]]
+    waiting = [node for node in nodes if node.op == "call_function" and node not in origins]
+    for node in reversed(waiting):
+        origin = by_number.get(node.meta.get("seq_nr", -1))
+        # A sum of gradients has no forward op, and the number of an unrelated one: it is with who
+        # takes it.
+        if origin is None or _is_sum_of_gradients(node, origin, by_number):
+            origin = next((origins[user] for user in node.users if user in origins), None)
+        if origin is not None:
+            origins[node] = origin
+    for node in waiting:
+        if node not in origins:
+            origin = next((origins[n] for n in node.all_input_nodes if n in origins), None)
+            if origin is not None:
+                origins[node] = origin
     return origins
+
+
+def _is_sum_of_gradients(node: Node, origin: str, by_number: Mapping[int, str]) -> bool:
+    if node.target is not torch.ops.aten.add.Tensor:
+        return False
+    numbers = [n.meta.get("seq_nr") for n in node.all_input_nodes]
+    backward = all(n.meta.get("partitioner_tag") == "is_backward" for n in node.all_input_nodes)
+    return backward and all(by_number.get(number) != origin for number in numbers)
 
 
 _ORDINAL = re.compile(r"@(\d+)")

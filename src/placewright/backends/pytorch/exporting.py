@@ -67,8 +67,8 @@ class Exported:
 
     module: torch.fx.GraphModule
     """Attributes and module paths begin with `MODEL`. Its outputs are (the model's, loss)."""
-    inputs: Inputs
-    """Fake."""
+    leaves: tuple[Any, ...]
+    """The flat inputs, fake: one for each placeholder."""
     task: Task
     model: torch.nn.Module
     """The user's module, of fake tensors."""
@@ -114,15 +114,14 @@ def export(model: torch.nn.Module, inputs: Inputs, task: Task) -> Exported:
     """Raises what torch raises; `capture` says what to make of it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_model = fake_copy(model, mode)
-    fake = pytree.tree_map(lambda leaf: _fake(leaf, mode), (*inputs, task.targets))
-    args, kwargs, targets = fake
+    example = pytree.tree_map(lambda leaf: _fake(leaf, mode), (*inputs, task.targets))
     step = _Step(fake_model, task)
     with quiet():
-        program = torch.export.export(step, (args, kwargs, targets), strict=False)
+        program = torch.export.export(step, example, strict=False)
         module = program.module(check_guards=False)
     return Exported(
         module=module,
-        inputs=Inputs(args, kwargs),
+        leaves=tuple(pytree.tree_leaves(example)),
         task=task,
         model=fake_model,
         tied=tied_names(model),
@@ -186,10 +185,8 @@ def _flat_module(
 ) -> tuple[torch.fx.GraphModule, Sequence[torch.Tensor]]:
     """Takes and gives flat lists of tensors, which is what the tracer of gradients wants."""
     values = []
-    for node in list(graph.nodes):
-        if node.op != "placeholder":
-            continue
-        value = node.meta.get("val")
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, value in zip(places, exported.leaves, strict=True):
         if isinstance(value, torch.Tensor):
             values.append(value)
         else:  # a number or None, which the export has taken as a constant
