@@ -27,8 +27,7 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
 from placewright.api import run
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import Fidelity, everything_on, varied_placements
 from placewright.cluster import Cluster

@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import methods as registry
 from placewright.api import Result
 from placewright.backends import load_program
-from placewright.backends.tensorflow.program import Program
+from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster
@@ -184,7 +184,9 @@ def runs_needed(answer: Placement, tried: Sequence[tuple[Placement, float]]) -> 
     return next(n for n, (_, seconds) in enumerate(tried, start=1) if seconds <= 1.02 * usual)
 
 
-def overhead(problem: Problem, runner: TensorFlowRunner, program: Program) -> tuple[float, float]:
+def overhead(
+    problem: Problem, runner: TensorFlowRunner, program: TensorFlowProgram
+) -> tuple[float, float]:
     """Seconds of a run beyond its timed steps: ours, and of starting anew for each placement
     without starting the servers anew (a process that imports the graph, and a new session)."""
     placements = varied_placements(problem, 4, seed=7)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run, Trace
 from placewright.calibration import (
     Calibration,
     Correction,
@@ -19,7 +19,6 @@ from placewright.calibration import (
     calibrated_cluster,
     check,
     corrected,
-    everything_on,
     fidelity,
     fit,
     op_table,
@@ -30,7 +29,7 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs, Source
 from placewright.errors import CostsError
 from placewright.measurement import Measurement, Outcome
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.problem import Problem, make_problem
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
@@ -119,11 +118,10 @@ def run(problem: Problem, seconds: float, share: float, device: int = 0) -> Run:
     names = problem.graph.op_names
     return Run(
         measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds, seconds)),
-        trace={
-            "ops": dict.fromkeys(names, share * seconds / problem.graph.num_ops),
-            "devices": dict.fromkeys(names, device),
-            "transfers": [],
-        },
+        trace=Trace(
+            op_seconds=dict.fromkeys(names, share * seconds / problem.graph.num_ops),
+            device_of=dict.fromkeys(names, device),
+        ),
     )
 
 

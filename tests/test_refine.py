@@ -15,8 +15,8 @@ import pytest
 from placewright import methods as registry
 from placewright import refine as refining
 from placewright.api import Result, began_with, place
-from placewright.backends.config import RunConfig
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run
+from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster

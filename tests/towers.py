@@ -6,7 +6,7 @@ from typing import Any
 
 from placewright.backends import load_program
 from placewright.backends.tensorflow._tf import tf
-from placewright.backends.tensorflow.program import Program
+from placewright.backends.tensorflow.program import TensorFlowProgram
 
 
 def towers_graph() -> Any:
@@ -34,11 +34,11 @@ def towers_graph() -> Any:
     return graph
 
 
-def towers() -> Program:
+def towers() -> TensorFlowProgram:
     return load_program(towers_graph(), fetches=["train", "loss:0"])
 
 
-def small(build: Any, fetches: list[str]) -> Program:
+def small(build: Any, fetches: list[str]) -> TensorFlowProgram:
     """The program of a graph that `build` makes."""
     graph = tf.Graph()
     with graph.as_default():

@@ -14,8 +14,7 @@ import typer
 from placewright.cli import common, evaluation
 
 if TYPE_CHECKING:
-    from placewright.backends.config import RunConfig
-    from placewright.backends.tensorflow.program import Program
+    from placewright.backends import Program, RunConfig
     from placewright.cluster import Cluster
     from placewright.distributed.config import TeamConfig
     from placewright.distributed.team import Team
@@ -161,10 +160,10 @@ def _devices(cluster: Cluster) -> dict[str, float]:
 
 def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
     """In a worker's process: a runner that lives as long as the worker does."""
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright import backends
     from placewright.evaluators.measured import MeasuredEvaluator
 
-    runner = TensorFlowRunner(program, problem.cluster, real, feeds=feeds)
+    runner = backends.runner(program, problem.cluster, real, feeds=feeds)
     runner.start()
     return MeasuredEvaluator(problem, runner)
 
