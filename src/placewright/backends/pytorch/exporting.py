@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from placewright.errors import ModelError
 
-MODEL = "model"
+MODEL = "_model"
 """Attribute of the wrapper that holds the user's module; its paths begin with it."""
 
 Loss = Callable[..., torch.Tensor]
@@ -66,7 +66,8 @@ class Exported:
     """The forward pass as a graph, on fake tensors."""
 
     module: torch.fx.GraphModule
-    """Attributes and module paths begin with `MODEL`. Its outputs are (the model's, loss)."""
+    """Attributes and module paths begin with `MODEL`. Its outputs are the model's, or those and the
+    loss where the task is to train."""
     leaves: tuple[Any, ...]
     """The flat inputs, fake: one for each placeholder."""
     task: Task
@@ -85,10 +86,10 @@ class _Step(torch.nn.Module):
         setattr(self, MODEL, model)
         self._task = task
 
-    def forward(self, args: Any, kwargs: Any, targets: Any) -> tuple[Any, torch.Tensor | None]:
-        outputs = self.model(*args, **kwargs)
+    def forward(self, args: Any, kwargs: Any, targets: Any) -> Any:
+        outputs = getattr(self, MODEL)(*args, **kwargs)
         if not self._task.train:
-            return outputs, None
+            return outputs
         if self._task.loss_fn is not None:
             return outputs, self._task.loss_fn(outputs, *targets)
         return outputs, loss_of(outputs)
