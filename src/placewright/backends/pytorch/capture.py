@@ -31,6 +31,7 @@ from placewright.backends.pytorch.exporting import (
     Task,
     inference_graph,
     quiet,
+    storages,
     training_graph,
 )
 from placewright.backends.pytorch.flops import flops_of, op_name, work_of
@@ -513,12 +514,6 @@ def tensor_of(value: torch.Tensor, shares: tuple[str, int] | None = None) -> Ten
 
 def _storage(value: Any) -> int | None:
     return next(iter(storages(value)), None) if isinstance(value, torch.Tensor) else None
-
-
-def storages(value: Any) -> list[int]:
-    """Identities of the memory of all tensors in a value."""
-    leaves = pytree.tree_leaves(value)
-    return [v.untyped_storage()._cdata for v in leaves if isinstance(v, torch.Tensor)]
 
 
 def _total_bytes(value: Any) -> int:

@@ -219,6 +219,12 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
+def storages(value: Any) -> list[int]:
+    """Identities of the memory of all tensors in a value."""
+    leaves = pytree.tree_leaves(value)
+    return [v.untyped_storage()._cdata for v in leaves if isinstance(v, torch.Tensor)]
+
+
 def first_line(fault: BaseException) -> str:
     """What an error of torch says, without the graph and the advice that follow."""
     lines = [line.strip() for line in str(fault).splitlines()]

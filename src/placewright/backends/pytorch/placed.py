@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import MODEL, Exported, Inputs
+from placewright.backends.pytorch.modules import Units
 from placewright.errors import PlacementError
 
 Node = torch.fx.Node
@@ -356,3 +357,40 @@ def _output_spec(exported: Exported) -> pytree.TreeSpec:
     return spec.child(0) if exported.task.train else spec
 
 
+
+
+# --- module by module ----------------------------------------------------------------------------
+
+
+def hook_modules(
+    model: torch.nn.Module,
+    device_of_unit: Mapping[str, str],
+    devices: Mapping[str, torch.device],
+    units: Units,
+) -> torch.nn.Module:
+    """A copy of the module's code on the same parameters, with hooks that send what a unit takes to
+    its device. It runs whatever the module does: other shapes, other branches, other modes."""
+    shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    placed = copy.deepcopy(model, dict(shared))
+    state = {"here": ""}
+    modules = dict(placed.named_modules())
+    for path in units.order:
+        if path in modules and path in device_of_unit:
+            hook = _hook(device_of_unit[path], devices, state)
+            modules[path].register_forward_pre_hook(hook, with_kwargs=True)
+    return placed
+
+
+def _hook(name: str, devices: Mapping[str, torch.device], state: dict[str, str]) -> Any:
+    device = devices[name]
+
+    def send(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        # Two devices of a plan may be the same one here: then who ran last tells where values are.
+        step = arrive if state["here"] in ("", name) else move
+        state["here"] = name
+        sent: tuple[Any, Any] = pytree.tree_map(
+            lambda v: step(v, device) if isinstance(v, torch.Tensor) else v, (args, kwargs)
+        )
+        return sent
+
+    return send
