@@ -15,7 +15,7 @@ import logging
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,9 @@ class Captured:
     """Parameter, buffer or constant, by the name that the module has for it -> its op."""
 
 
-def capture(exported: Exported, name: str) -> Captured:
+def capture(
+    exported: Exported, name: str, group_rules: Sequence[tuple[str, str]] = ()
+) -> Captured:
     """The graph of a step."""
     task = exported.task
     flat, values = training_graph(exported) if task.train else inference_graph(exported)
@@ -65,7 +67,7 @@ def capture(exported: Exported, name: str) -> Captured:
         joint = aot_export_joint_with_descriptors(stack, flat, tuple(values))
     if task.train:
         _check_gradients(joint.graph_module.graph, exported)
-    return _Conversion(exported, joint.graph_module).run(name)
+    return _Conversion(exported, joint.graph_module).run(name, group_rules)
 
 
 def _check_gradients(graph: torch.fx.Graph, exported: Exported) -> None:
@@ -104,12 +106,15 @@ class _Conversion:
         self._nodes = [n for n in joint.graph.nodes]
         self._parts = _Parts()
         self._unions = Unions(exported.module.graph)
+        self._repeated = {
+            module_path(node) for node in self._unions.nodes.values() if _ORDINAL.search(_key(node))
+        }
         self._origin = _origins(self._nodes, self._unions.nodes)
         self._first: dict[str, str] = {}
         """Exported node -> the first op that became of it."""
         self._names: set[str] = set()
 
-    def run(self, name: str) -> Captured:
+    def run(self, name: str, group_rules: Sequence[tuple[str, str]]) -> Captured:
         self._add_attributes()
         for node in self._nodes:
             if node.op == "placeholder":
@@ -123,7 +128,7 @@ class _Conversion:
                 self._add_call(node)
         self._add_updates()
         parts = self._parts
-        graph = Graph.from_ops(name, parts.ops, parts.edges)
+        graph = Graph.from_ops(name, parts.ops, parts.edges, group_rules)
         return Captured(
             graph=graph,
             op_of_node=self._op_of_node(),
@@ -199,13 +204,13 @@ class _Conversion:
                 source[node] = (source[producer][0], int(node.args[1]))  # type: ignore[arg-type,index]
             return
         value = node.meta.get("val")
-        outputs = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-        if not outputs:  # an assertion
+        outputs = list(value) if isinstance(value, tuple | list) else [value]
+        if not any(isinstance(v, torch.Tensor) for v in outputs):  # an assertion
             return
         inputs = list(dict.fromkeys(n for n in node.all_input_nodes if n in source))
         owners = {_storage(n.meta.get("val")): n for n in inputs if _storage(n.meta.get("val"))}
         shares = [owners.get(_storage(v)) for v in outputs]
-        view = all(owner is not None for owner in shares)
+        view = all(owner is not None or v is None for owner, v in zip(shares, outputs, strict=True))
         backward = node.meta.get("partitioner_tag") == "is_backward"
         origin = self._origin.get(node)
         name = self._unique(self._path(node, origin, backward))
@@ -233,7 +238,7 @@ class _Conversion:
 
     def _path(self, node: Node, origin: str | None, backward: bool) -> str:
         exported = self._unions.nodes.get(origin or "")
-        path = "" if exported is None else module_path(exported)
+        path = "" if exported is None else module_path(exported, self._repeated)
         return "/".join(part for part in (path, "grad" if backward else "", node.name) if part)
 
     def _unique(self, name: str) -> str:
@@ -483,16 +488,20 @@ def _is_sum_of_gradients(node: Node, origin: str, by_number: Mapping[int, str]) 
 _ORDINAL = re.compile(r"@(\d+)")
 
 
-def module_path(node: Node) -> str:
-    """`transformer/h/0/attn`; a module that is called several times is a step each time."""
+def module_path(node: Node, repeated: Container[str] = ()) -> str:
+    """`transformer/h/0/attn`; calls of a module that is called several times are steps of it."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    key, (path, _) = list(stack.items())[-1]
-    path = _ORDINAL.sub("", path).removeprefix(MODEL).removeprefix(".")
-    call = _ORDINAL.search(key)
-    called = f"/step_{call[1]}" if call else ""
-    return path.replace(".", "/") + called
+    path = str(list(stack.values())[-1][0])
+    path = _ORDINAL.sub("", path).removeprefix(MODEL).removeprefix(".").replace(".", "/")
+    call = _ORDINAL.search(_key(node))
+    return f"{path}/step_{call[1] if call else 0}" if path in repeated else path
+
+
+def _key(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack)[-1]) if stack else ""
 
 
 # --- tensors and kernels -------------------------------------------------------------------------
@@ -502,7 +511,11 @@ def _bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel()) * tensor.element_size()
 
 
-def tensor_of(value: torch.Tensor, shares: tuple[str, int] | None = None) -> Tensor:
+def tensor_of(value: Any, shares: tuple[str, int] | None = None) -> Tensor:
+    """An output that is not there, as a gradient that nobody wants, takes its number all the same.
+    """
+    if not isinstance(value, torch.Tensor):
+        return Tensor(_total_bytes(value))
     dtype = str(value.dtype).removeprefix("torch.")
     return Tensor(
         _bytes(value),

@@ -127,7 +127,7 @@ def _join_by_code(
 
 def dotted_path(node: torch.fx.Node) -> str:
     """The module that a node was made in, `transformer.h.0`; empty for the root."""
-    return re.sub(r"/step_\d+$", "", module_path(node)).replace("/", ".")
+    return module_path(node).replace("/", ".")
 
 
 def segments(

@@ -32,6 +32,8 @@ class TorchModel:
     task: Task = Task()
     name: str = ""
     """What tables and reports call it; its class when empty."""
+    group_rules: tuple[tuple[str, str], ...] = ()
+    """How its author would group its ops by their names: (regular expression, label)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def read_program(source: TorchModel) -> TorchProgram:
     name = source.name or type(module).__name__
     try:
         exported = exporting.export(module, source.inputs, task)
-        captured = capture(exported, name)
+        captured = capture(exported, name, source.group_rules)
     except PlacewrightError:
         raise
     except Exception as fault:  # whatever torch raises for a module that it cannot trace
