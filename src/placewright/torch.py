@@ -249,5 +249,7 @@ def _verdict(result: Any) -> str:
         return f"one device is best ({torch_name(used[0])}); there is nothing to gain from more"
     names = ", ".join(map(torch_name, used))
     if gain is None:
-        return f"on {names}, {result.step_seconds:.3g} s a step; no single device can hold it"
+        tried = any(method.method == "single" for method in result.methods)
+        than = "; no single device can hold it" if tried else ""
+        return f"on {names}, {result.step_seconds:.3g} s a step{than}"
     return f"on {names}, {result.step_seconds:.3g} s a step, {gain:.2f} times as fast as on one"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,7 +170,7 @@ def training_graph(
     exported: Exported,
 ) -> tuple[torch.fx.GraphModule, Sequence[torch.Tensor]]:
     """The graph whose only output is the loss, and its flat inputs."""
-    graph = copy.deepcopy(exported.module.graph)
+    graph = copied_graph(exported)
     output = graph.output_node()
     flat = pytree.tree_leaves(output.args[0])
     output.args = ((flat[-1],),)
@@ -178,7 +180,12 @@ def training_graph(
 def inference_graph(
     exported: Exported,
 ) -> tuple[torch.fx.GraphModule, Sequence[torch.Tensor]]:
-    return _flat_module(exported, copy.deepcopy(exported.module.graph))
+    return _flat_module(exported, copied_graph(exported))
+
+
+def copied_graph(exported: Exported) -> torch.fx.Graph:
+    with quiet():  # copying the trees of inputs and outputs warns of torch's own plans
+        return copy.deepcopy(exported.module.graph)
 
 
 def _flat_module(
@@ -203,12 +210,13 @@ def _flat_module(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """torch writes whole graphs to its log when a model cannot be exported; a line is enough."""
+    """torch writes whole graphs to its log and to stderr when a model cannot be exported; a line is
+    enough."""
     names = ("torch", "torch.export", "torch._dynamo", "torch._export", "torch.fx", "torch._inductor",
              "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")  # fmt: skip
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL + 1)
@@ -229,6 +237,7 @@ def first_line(fault: BaseException) -> str:
     """What an error of torch says, without the graph and the advice that follow."""
     lines = [line.strip() for line in str(fault).splitlines()]
     text = next((line for line in lines if line), "") or type(fault).__name__
+    text = re.split(r"(?<=\w)\. | \(unhinted", text)[0].rstrip(" .")
     return text if len(text) <= 200 else text[:197] + "..."
 
 

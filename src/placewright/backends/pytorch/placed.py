@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from placewright.backends.pytorch.exporting import MODEL, Exported, Inputs
+from placewright.backends.pytorch.exporting import MODEL, Exported, Inputs, copied_graph
 from placewright.backends.pytorch.modules import Units
 from placewright.errors import PlacementError
 
@@ -189,7 +189,7 @@ class _Placing:
 
     def _old_graph(self) -> torch.fx.Graph:
         """Without assertions, and without the loss that the step added."""
-        old = copy.deepcopy(self._exported.module.graph)
+        old = copied_graph(self._exported)
         output = old.output_node()
         leaves = pytree.tree_leaves(output.args[0])
         output.args = (tuple(leaves[:-1] if self._exported.task.train else leaves),)
@@ -227,20 +227,20 @@ class _Placing:
                 return
             self.attributes[target] = here
         if node.op == "call_function":
-            new = self._graph.node_copy(node, lambda n: self._there[n, here if self._moves(n)
-                                                                    else self._place[n]])  # fmt: skip
+
+            def here_or_where_it_is(source: Node) -> Node:
+                return self._there[source, here if _is_tensor(source) else self._place[source]]
+
+            new = self._graph.node_copy(node, here_or_where_it_is)
             _replace_devices(new, self._devices[here])
         else:
             new = self._graph.placeholder(node.name)
         new.meta = {}
         self._there[node, here] = new
-        if node.op == "placeholder" and node.users and self._moves(node):
+        if node.op == "placeholder" and node.users and _is_tensor(node):
             new = self._graph.call_function(arrive, (new, self._devices[here]))
             self._there[node, here] = new
         self._send(node)
-
-    def _moves(self, node: Node) -> bool:
-        return isinstance(node.meta.get("val"), torch.Tensor)
 
     def _send(self, node: Node) -> None:
         """One copy for each other device that uses the value, made as soon as it is there."""
@@ -266,6 +266,10 @@ class _Placing:
         target = str(node.target)
         setattr(self._holder, target, region)
         self._there[node, self._place[node]] = self._graph.get_attr(target)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _replace_devices(node: Node, device: torch.device) -> None:

@@ -64,7 +64,7 @@ class Plan:
         devices = {name: torch.device(text) for name, text in self.devices.items()}
         real = {name: _real(device) for name, device in devices.items()}
         if level == "module":
-            units = self._whole_units("level='module'")
+            units = self._whole_units("running module by module")
             put_tensors(model, self._tensors_by_unit(units), real)
             return hook_modules(model, units, real, self.units)
         if not self.device_of_node:
@@ -111,13 +111,13 @@ class Plan:
                 if len(own) > 1:
                     raise PlacementError(
                         f"{unit or self.model} is split over {', '.join(own)}, and {what} moves "
-                        "whole modules; plan with level='module'"
+                        "whole modules; make the plan with level='module'"
                     )
             if len(devices) > 1:
                 shown = ", ".join(members[:3]) + (", ..." if len(members) > 3 else "")
                 raise PlacementError(
                     f"{shown} share a parameter or are combined right after they ran, and are on "
-                    f"{', '.join(devices)}; for {what} plan with level='module'"
+                    f"{', '.join(devices)}; for {what} make the plan with level='module'"
                 )
             if devices:
                 result.update(dict.fromkeys(members, next(iter(devices))))
