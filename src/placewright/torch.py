@@ -23,6 +23,7 @@ from placewright.backends.pytorch.exporting import Inputs, Loss, Task
 from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import Cluster, from_document
+from placewright.costs import estimate_costs
 from placewright.discovery import local_document
 from placewright.errors import ClusterError, PlacementError, SearchError
 from placewright.problem import Problem, make_problem
@@ -137,8 +138,14 @@ def place(
 
 def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:
     """The placement problem of a captured module."""
-    scopes = program.units.rules() if level == "module" else ()
-    return make_problem(program.graph, cluster, scopes=scopes)
+    if level == "op":
+        return make_problem(program.graph, cluster)
+    return Problem(
+        graph=program.graph,
+        grouping=program.units.group(program.graph),
+        cluster=cluster,
+        costs=estimate_costs(program.graph, cluster),
+    )
 
 
 # --- devices -------------------------------------------------------------------------------------

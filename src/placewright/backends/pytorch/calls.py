@@ -156,6 +156,7 @@ def _graph(
         order=(*called, *(u for u in units.order if u not in first_op)),
         sets=units.sets,
         called=len(called),
+        holding=units.holding,
     )
     return Calls(
         graph=graph,

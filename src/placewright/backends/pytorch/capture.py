@@ -15,7 +15,7 @@ import logging
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,9 +55,13 @@ class Captured:
 
 
 def capture(
-    exported: Exported, name: str, group_rules: Sequence[tuple[str, str]] = ()
+    exported: Exported,
+    name: str,
+    group_rules: Sequence[tuple[str, str]] = (),
+    unit_of: Callable[[str], str | None] = lambda path: None,
 ) -> Captured:
-    """The graph of a step."""
+    """The graph of a step. `unit_of` says which module that is moved as a whole another one, by its
+    path with dots, is in; ops of different ones are never tied for being elementwise."""
     task = exported.task
     flat, values = training_graph(exported) if task.train else inference_graph(exported)
     with contextlib.ExitStack() as stack, quiet():
@@ -67,7 +71,8 @@ def capture(
         joint = aot_export_joint_with_descriptors(stack, flat, tuple(values))
     if task.train:
         _check_gradients(joint.graph_module.graph, exported)
-    return _Conversion(exported, joint.graph_module).run(name, group_rules)
+    unions = Unions(exported.module.graph, unit_of)
+    return _Conversion(exported, joint.graph_module, unions).run(name, group_rules)
 
 
 def _check_gradients(graph: torch.fx.Graph, exported: Exported) -> None:
@@ -100,12 +105,14 @@ class _Parts:
 class _Conversion:
     """One joint graph to one `Graph`."""
 
-    def __init__(self, exported: Exported, joint: torch.fx.GraphModule) -> None:
+    def __init__(
+        self, exported: Exported, joint: torch.fx.GraphModule, unions: Unions
+    ) -> None:
         self._exported = exported
         self._joint = joint
         self._nodes = [n for n in joint.graph.nodes]
         self._parts = _Parts()
-        self._unions = Unions(exported.module.graph)
+        self._unions = unions
         self._repeated = {
             module_path(node) for node in self._unions.nodes.values() if _ORDINAL.search(_key(node))
         }
@@ -340,7 +347,9 @@ def _input_name(name: str) -> str:
 class Unions:
     """Sets of nodes of an exported graph that are always on one device."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, unit_of: Callable[[str], str | None] = lambda path: None
+    ) -> None:
         self.nodes: dict[str, Node] = {node.name: node for node in graph.nodes}
         self.inputs = [
             node
@@ -352,6 +361,12 @@ class Unions:
         self._by_number = list(self.nodes)
         self._sets = DisjointSets(len(self.nodes))
         calls = [node for node in graph.nodes if node.op == "call_function"]
+        self._unit: dict[int, str | None] = {}
+        """Number of a set -> the unit that its ops are in."""
+        for node in calls:
+            path = module_path(node).replace("/", ".")
+            unit = unit_of(path) if path and not only_looks(node) else None
+            self._unit[self._number[node.name]] = unit
         for node in calls:
             self._join_view(node)
         self._join_writers(calls)
@@ -377,7 +392,12 @@ class Unions:
         return {name: set(of.values()) for name, of in users.items()}
 
     def _union(self, a: Node, b: Node) -> None:
+        unit = self._unit_of(a) or self._unit_of(b)
         self._sets.union(self._number[a.name], self._number[b.name])
+        self._unit[self._sets.find(self._number[a.name])] = unit
+
+    def _unit_of(self, node: Node) -> str | None:
+        return self._unit.get(self._sets.find(self._number[node.name]))
 
     def _join_view(self, node: Node) -> None:
         """To the op whose tensor it looks at; a view of a parameter goes with who uses it."""
@@ -415,7 +435,9 @@ class Unions:
         candidates = [
             source
             for source in node.all_input_nodes
-            if source.op == "call_function" and len(source.users) == 1
+            if source.op == "call_function"
+            and len(source.users) == 1
+            and len({self._unit_of(source), self._unit_of(node)} - {None}) < 2
         ]
         if candidates:
             self._union(node, max(candidates, key=lambda n: _total_bytes(n.meta.get("val"))))
@@ -527,6 +549,12 @@ def tensor_of(value: Any, shares: tuple[str, int] | None = None) -> Tensor:
 
 def _storage(value: Any) -> int | None:
     return next(iter(storages(value)), None) if isinstance(value, torch.Tensor) else None
+
+
+def only_looks(node: Node) -> bool:
+    """Whether its result is the memory of one of its inputs."""
+    own = set(storages(node.meta.get("val")))
+    return any(own & set(storages(n.meta.get("val"))) for n in node.all_input_nodes)
 
 
 def _total_bytes(value: Any) -> int:

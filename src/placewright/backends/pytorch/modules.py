@@ -13,11 +13,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from placewright.backends.pytorch.capture import module_path
 from placewright.backends.pytorch.exporting import MODEL, Exported, tied_names
-from placewright.graph import DisjointSets, ScopeRule
+from placewright.graph import DisjointSets, Graph, ScopeRule, frozen
+from placewright.grouping import Grouping, by_colocation, group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,36 @@ class Units:
     """Units that must be on one device, in that order."""
     called: int
     """How many of `order` are called."""
+    holding: frozenset[str]
+    """Units with parameters or buffers. The others run wherever their inputs are."""
+
+    def holder_of(self, path: str) -> str | None:
+        """The unit that a module is in, where that has tensors."""
+        unit = unit_of(path, dict.fromkeys(self.order))
+        return unit if unit in self.holding else None
+
+    def group(self, graph: Graph) -> Grouping:
+        """One group for each set. What is in none, such as the code between units, is with what it
+        takes its inputs from, or else with who takes its outputs."""
+        rules = [(re.compile(rule.pattern), rule.label) for rule in self.rules()]
+        tied = group(graph, (by_colocation,))
+        label_of: dict[int, str] = {}
+        for name, g in zip(graph.op_names, tied.group_of.tolist(), strict=True):
+            found = next((label for pattern, label in rules if pattern.search(name)), None)
+            if found is not None:
+                label_of.setdefault(g, found)
+        edges = list(zip(graph.edge_src.tolist(), graph.edge_dst.tolist(), strict=True))
+        of = tied.group_of.tolist()
+        for source, target in edges:
+            if of[source] in label_of:
+                label_of.setdefault(of[target], label_of[of[source]])
+        for source, target in reversed(edges):
+            if of[target] in label_of:
+                label_of.setdefault(of[source], label_of[of[target]])
+        labels = [label_of.get(g) or tied.names[g] for g in of]
+        numbers: dict[str, int] = {}
+        group_of = [numbers.setdefault(label, len(numbers)) for label in labels]
+        return Grouping(group_of=frozen(np.array(group_of, dtype=np.int32)), names=tuple(numbers))
 
     def rules(self) -> tuple[ScopeRule, ...]:
         """One group for each set, by the names of ops."""
@@ -60,8 +92,12 @@ def units_of(model: torch.nn.Module, exported: Exported | None) -> Units:
     members: dict[int, list[str]] = {}
     for path in order:
         members.setdefault(sets.find(known[path]), []).append(path)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return Units(
-        order=tuple(order), sets=tuple(tuple(of) for of in members.values()), called=called
+        order=tuple(order),
+        sets=tuple(tuple(of) for of in members.values()),
+        called=called,
+        holding=frozenset(unit for name, _ in named if (unit := unit_of(name, known)) is not None),
     )
 
 

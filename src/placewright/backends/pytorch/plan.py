@@ -104,7 +104,8 @@ class Plan:
     def _whole_units(self, what: str) -> dict[str, str]:
         """Unit -> its device; raises where a unit, or a set of units, has several."""
         result: dict[str, str] = {}
-        for members in self.units.sets:
+        for of in self.units.sets:
+            members = [unit for unit in of if unit in self.units.holding]
             devices = dict.fromkeys(d for u in members for d in self.device_of_unit.get(u, ()))
             for unit in members:
                 own = self.device_of_unit.get(unit, ())
@@ -189,6 +190,7 @@ class Plan:
                 "order": list(self.units.order),
                 "sets": [list(of) for of in self.units.sets],
                 "called": self.units.called,
+                "holding": sorted(self.units.holding),
             },
             "unit_devices": {unit: list(of) for unit, of in self.device_of_unit.items()},
             "tied": dict(self.tied),
@@ -215,6 +217,7 @@ class Plan:
                     order=tuple(units["order"]),
                     sets=tuple(tuple(of) for of in units["sets"]),
                     called=int(units["called"]),
+                    holding=frozenset(units["holding"]),
                 ),
                 device_of_unit={u: tuple(of) for u, of in document["unit_devices"].items()},
                 tied=_texts(document["tied"]),

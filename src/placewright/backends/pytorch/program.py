@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from placewright.backends.base import Input
 from placewright.backends.pytorch import exporting
 from placewright.backends.pytorch.calls import record_calls
-from placewright.backends.pytorch.capture import capture
+from placewright.backends.pytorch.capture import capture, only_looks
 from placewright.backends.pytorch.exporting import Exported, Inputs, Task, first_line
 from placewright.backends.pytorch.modules import Units, dotted_path, unit_of, units_of
 from placewright.backends.pytorch.plan import Plan, example_inputs
@@ -84,12 +84,12 @@ def read_program(source: TorchModel) -> TorchProgram:
     name = source.name or type(module).__name__
     try:
         exported = exporting.export(module, source.inputs, task)
-        captured = capture(exported, name, source.group_rules)
+        units = units_of(exported.model, exported)
+        captured = capture(exported, name, source.group_rules, units.holder_of)
     except PlacewrightError:
         raise
     except Exception as fault:  # whatever torch raises for a module that it cannot trace
         return _by_modules(source, name, fault)
-    units = units_of(exported.model, exported)
     tensors = _registered(exported.model)
     op_of_tensor = {n: op for n, op in captured.op_of_tensor.items() if n in tensors}
     return TorchProgram(
@@ -175,17 +175,10 @@ def _ops_of_units(
             path = dotted_path(node)
             unit = unit_of(path, known) if path else None
             # Looking at a tensor is no work, and is done where the tensor is.
-            if unit is not None and not _only_looks(node):
+            if unit is not None and not only_looks(node):
                 found[unit][op_of_node[node.name]] = None
     for name, op in op_of_tensor.items():
         unit = unit_of(exported.tied.get(name, name), known)
         if unit is not None:
             found[unit][op] = None
     return {unit: tuple(ops) for unit, ops in found.items()}
-
-
-def _only_looks(node: torch.fx.Node) -> bool:
-    own = set(exporting.storages(node.meta.get("val")))
-    return any(own & set(exporting.storages(n.meta.get("val"))) for n in node.all_input_nodes)
-
-
