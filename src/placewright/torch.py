@@ -142,7 +142,7 @@ def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Pr
         return make_problem(program.graph, cluster)
     return Problem(
         graph=program.graph,
-        grouping=program.units.group(program.graph),
+        grouping=program.units.group(program.graph, program.ops_of_unit),
         cluster=cluster,
         costs=estimate_costs(program.graph, cluster),
     )

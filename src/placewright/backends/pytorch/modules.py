@@ -18,7 +18,7 @@ import torch
 
 from placewright.backends.pytorch.capture import module_path
 from placewright.backends.pytorch.exporting import MODEL, Exported, tied_names
-from placewright.graph import DisjointSets, Graph, ScopeRule, frozen
+from placewright.graph import DisjointSets, Graph, frozen
 from placewright.grouping import Grouping, by_colocation, group
 
 
@@ -41,37 +41,36 @@ class Units:
         unit = unit_of(path, dict.fromkeys(self.order))
         return unit if unit in self.holding else None
 
-    def group(self, graph: Graph) -> Grouping:
+    def group(self, graph: Graph, ops_of_unit: Mapping[str, Sequence[str]]) -> Grouping:
         """One group for each set. What is in none, such as the code between units, is with what it
         takes its inputs from, or else with who takes its outputs."""
-        rules = [(re.compile(rule.pattern), rule.label) for rule in self.rules()]
         tied = group(graph, (by_colocation,))
-        label_of: dict[int, str] = {}
-        for name, g in zip(graph.op_names, tied.group_of.tolist(), strict=True):
-            found = next((label for pattern, label in rules if pattern.search(name)), None)
-            if found is not None:
-                label_of.setdefault(g, found)
-        edges = list(zip(graph.edge_src.tolist(), graph.edge_dst.tolist(), strict=True))
         of = tied.group_of.tolist()
+        sets = DisjointSets(tied.num_groups)
+        name_of: dict[int, str] = {}
+        """Group -> what it is called, for the groups of units."""
+        for members in self.sets:
+            holding = [unit for unit in members if unit in self.holding]
+            ops = [op for unit in holding for op in ops_of_unit.get(unit, ())]
+            for op in ops:
+                sets.union(of[graph.op_index[ops[0]]], of[graph.op_index[op]])
+                name_of[of[graph.op_index[op]]] = holding[0].replace(".", "/") or "model"
+        root_of = {sets.find(g): g for g in name_of}
+        label_of = {g: root for g in range(tied.num_groups) if (root := sets.find(g)) in root_of}
+        edges = list(zip(graph.edge_src.tolist(), graph.edge_dst.tolist(), strict=True))
         for source, target in edges:
             if of[source] in label_of:
                 label_of.setdefault(of[target], label_of[of[source]])
         for source, target in reversed(edges):
             if of[target] in label_of:
                 label_of.setdefault(of[source], label_of[of[target]])
-        labels = [label_of.get(g) or tied.names[g] for g in of]
         numbers: dict[str, int] = {}
-        group_of = [numbers.setdefault(label, len(numbers)) for label in labels]
+        group_of = []
+        for g in of:
+            root = label_of.get(g)
+            name = tied.names[g] if root is None else name_of[root_of[root]]
+            group_of.append(numbers.setdefault(name, len(numbers)))
         return Grouping(group_of=frozen(np.array(group_of, dtype=np.int32)), names=tuple(numbers))
-
-    def rules(self) -> tuple[ScopeRule, ...]:
-        """One group for each set, by the names of ops."""
-        rules = []
-        for members in self.sets:
-            paths = "|".join(re.escape(path.replace(".", "/")) for path in members)
-            label = members[0].replace(".", "/").replace("\\", "\\\\")
-            rules.append(ScopeRule(f"^(?:{paths})(?:/|$)", label or "model"))
-        return tuple(rules)
 
 
 def units_of(model: torch.nn.Module, exported: Exported | None) -> Units:
