@@ -54,7 +54,9 @@ def check(name: str, example: zoo.Example, train: bool, placement: str) -> dict[
     program = read_program(TorchModel(module, pt.Inputs.of(example.inputs), task, name))
     row["capture_seconds"] = f"{time.monotonic() - started:.2f}"
     row["ops"] = program.graph.num_ops
-    problem = pt.problem_of(program, pt.cluster_of(DEVICES), "op" if program.op_of_node else "module")
+    problem = pt.problem_of(
+        program, pt.cluster_of(DEVICES), "op" if program.op_of_node else "module"
+    )
     row["groups"] = problem.num_groups
     row["level"] = "op" if program.op_of_node else "module"
     if placement == "expert":

@@ -362,7 +362,10 @@ class Detector(nn.Module):
                    for f in levels]  # fmt: skip
         boxes = [self.boxes(f).flatten(2).transpose(1, 2).reshape(x.shape[0], -1, 3, 4) + anchors
                  for f in levels]  # fmt: skip
-        return {"classes": torch.cat(classes, 1), "boxes": torch.cat([b.flatten(1, 2) for b in boxes], 1)}
+        return {
+            "classes": torch.cat(classes, 1),
+            "boxes": torch.cat([b.flatten(1, 2) for b in boxes], 1),
+        }
 
 
 class Mixer(nn.Module):

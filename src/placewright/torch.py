@@ -122,14 +122,10 @@ def plan(
         too_little = explain_memory(problem)
         raise SearchError(too_little) from error
     names = {device: torch_name(device) for device in cluster.device_names}
-    return Planned(
-        plan=program.plan(device_of_op, names), result=result, verdict=_verdict(result)
-    )
+    return Planned(plan=program.plan(device_of_op, names), result=result, verdict=_verdict(result))
 
 
-def place(
-    model: torch.nn.Module, inputs: object = (), **settings: Any
-) -> torch.nn.Module:
+def place(model: torch.nn.Module, inputs: object = (), **settings: Any) -> torch.nn.Module:
     """`plan`, and the module placed accordingly; takes what `plan` takes."""
     level = settings.get("level", "op")
     planned = plan(model, inputs, **settings)

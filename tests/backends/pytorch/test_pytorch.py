@@ -24,7 +24,7 @@ DEVICES = ("cpu:0", "cpu:1")
 
 
 class Net(nn.Module):  # type: ignore[misc]
-    """Branches, tied weights, batch norm, dropout, writes in place, a literal and a no_grad part."""
+    """Branches, tied weights, batch norm, dropout, writes in place, a literal, a no_grad part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,9 +222,7 @@ def chain() -> Any:
 def test_a_plan_by_module_is_a_device_map_a_pipeline_and_runs_other_shapes() -> None:
     module = chain()
     program = program_of(module, torch.zeros(2, 4))
-    device_of = {
-        op: "cpu:1" if op[0] in "23" else "cpu:0" for op in program.graph.op_names
-    }
+    device_of = {op: "cpu:1" if op[0] in "23" else "cpu:0" for op in program.graph.op_names}
     plan = program.plan(device_of, {"cpu:0": "cuda:0", "cpu:1": "cuda:1"})
     assert plan.device_map() == {"0.0": "cuda:0", "1.0": "cuda:0", "2.0": "cuda:1", "3.0": "cuda:1"}
     assert list(plan.split_points()) == ["2.0"]
@@ -239,7 +237,7 @@ def test_what_a_device_map_cannot_say_is_said() -> None:
     with pytest.raises(PlacementError, match="a pipeline goes through each device once"):
         program.plan(back, {n: n for n in DEVICES}).split_points()
     tied = program_of(Net().eval(), {"ids": torch.zeros(4, 5, dtype=torch.int64)})
-    device_of = {op: DEVICES["head" in op] for op in tied.graph.op_names}
+    device_of = {op: DEVICES["embedding" in op] for op in tied.graph.op_names}
     with pytest.raises(PlacementError, match="share a parameter"):
         tied.plan(device_of, {n: n for n in DEVICES}).device_map()
     for seed in range(5):  # whatever is drawn, a plan by module can be expressed
@@ -266,7 +264,7 @@ def test_what_has_no_graph_is_placed_by_module_with_one_line(
 ) -> None:
     module = Exit()
     program = program_of(module, torch.randn(2, 4), train=True, loss_fn=torch.sum)
-    (record,) = caplog.records
+    (record,) = [r for r in caplog.records if r.name.startswith("placewright")]
     assert "is placed module by module" in record.getMessage()
     assert "\n" not in record.getMessage()
     assert capfd.readouterr().err == ""
@@ -293,7 +291,9 @@ def test_plan_moves_nothing_and_place_gives_a_module() -> None:
 
 
 def test_too_little_memory_names_what_is_large() -> None:
-    with pytest.raises(SearchError, match=r"does not fit: .*0/0/weight.* on devices with") as caught:
+    with pytest.raises(
+        SearchError, match=r"does not fit: .*0/0/weight.* on devices with"
+    ) as caught:
         pt.plan(
             chain(),
             torch.zeros(2, 4),
@@ -324,12 +324,12 @@ def test_an_op_without_a_kernel_says_where_it_can_run() -> None:
         def forward(self, x: Any) -> Any:
             return double(x)
 
-    with pytest.raises(PlacementError, match=r"op 'double_default' \(double\) has no cpu kernel"):
+    with pytest.raises(PlacementError, match=r"op 'double' \(double\) has no cpu kernel"):
         pt.plan(Doubled(), torch.zeros(2), devices=DEVICES, budget=1)
 
 
 def test_wrong_examples_are_one_line() -> None:
-    with pytest.raises(ModelError, match=r"Sequential does not run with these example inputs: mat1"):
+    with pytest.raises(ModelError, match="does not run with these example inputs: mat1"):
         program_of(chain(), torch.zeros(2, 5))
     with pytest.raises(ModelError, match="the module returns no loss; give labels"):
         program_of(chain(), torch.zeros(2, 4), train=True)

@@ -77,8 +77,11 @@ def record_calls(module: torch.nn.Module, inputs: Inputs, task: Task, name: str)
         handles = []
         for path in units.order:
             if path in modules:
-                handles.append(modules[path].register_forward_pre_hook(
-                    lambda m, a, k, path=path: recorder.before(path, a, k), with_kwargs=True))
+                handles.append(
+                    modules[path].register_forward_pre_hook(
+                        lambda m, a, k, path=path: recorder.before(path, a, k), with_kwargs=True
+                    )
+                )
                 handles.append(modules[path].register_forward_hook(
                     lambda m, a, out: recorder.after(out)))  # fmt: skip
         try:

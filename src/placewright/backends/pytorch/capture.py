@@ -27,8 +27,6 @@ from placewright.backends.pytorch import optimizers
 from placewright.backends.pytorch.exporting import (
     MODEL,
     Exported,
-    Inputs,
-    Task,
     inference_graph,
     quiet,
     storages,
@@ -105,9 +103,7 @@ class _Parts:
 class _Conversion:
     """One joint graph to one `Graph`."""
 
-    def __init__(
-        self, exported: Exported, joint: torch.fx.GraphModule, unions: Unions
-    ) -> None:
+    def __init__(self, exported: Exported, joint: torch.fx.GraphModule, unions: Unions) -> None:
         self._exported = exported
         self._joint = joint
         self._nodes = [n for n in joint.graph.nodes]
@@ -326,7 +322,9 @@ class _Conversion:
             elif node.op == "call_function":
                 op = by_label.get(self._unions.label(node.name))
                 if op is None:
-                    op = next((result[n.name] for n in node.all_input_nodes if n.name in result), None)
+                    op = next(
+                        (result[n.name] for n in node.all_input_nodes if n.name in result), None
+                    )
                 if op is not None:
                     result[node.name] = op
         return result
@@ -534,8 +532,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def tensor_of(value: Any, shares: tuple[str, int] | None = None) -> Tensor:
-    """An output that is not there, as a gradient that nobody wants, takes its number all the same.
-    """
+    """An output that is not there, as a gradient that nobody wants, takes its number all the same."""
     if not isinstance(value, torch.Tensor):
         return Tensor(_total_bytes(value))
     dtype = str(value.dtype).removeprefix("torch.")
@@ -552,9 +549,11 @@ def _storage(value: Any) -> int | None:
 
 
 def only_looks(node: Node) -> bool:
-    """Whether its result is the memory of one of its inputs."""
+    """Whether it makes no tensor: its result is the memory of one of its inputs, or nothing, as
+    that of an assertion."""
     own = set(storages(node.meta.get("val")))
-    return any(own & set(storages(n.meta.get("val"))) for n in node.all_input_nodes)
+    looked_at = {s for n in node.all_input_nodes for s in storages(n.meta.get("val"))}
+    return not own or not own.isdisjoint(looked_at)
 
 
 def _total_bytes(value: Any) -> int:

@@ -9,7 +9,6 @@ share a tied parameter: they form one set.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -165,9 +164,7 @@ def dotted_path(node: torch.fx.Node) -> str:
     return module_path(node).replace("/", ".")
 
 
-def segments(
-    units: Units, device_of: Mapping[str, str]
-) -> Sequence[tuple[str, str]]:
+def segments(units: Units, device_of: Mapping[str, str]) -> Sequence[tuple[str, str]]:
     """(first unit, device) of each run of units in the order of calls that share a device."""
     result: list[tuple[str, str]] = []
     for path in units.order[: units.called]:
@@ -175,5 +172,3 @@ def segments(
         if device is not None and (not result or result[-1][1] != device):
             result.append((path, device))
     return result
-
-

@@ -361,8 +361,6 @@ def _output_spec(exported: Exported) -> pytree.TreeSpec:
     return spec.child(0) if exported.task.train else spec
 
 
-
-
 # --- module by module ----------------------------------------------------------------------------
 
 

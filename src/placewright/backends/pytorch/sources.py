@@ -1,5 +1,5 @@
-"""Where modules come from on the command line: `path/to/file.py:function`, `package.module:function`
-and `.pt2` files of `torch.export.save`."""
+"""Where modules come from on the command line: `path/to/file.py:function`,
+`package.module:function` and `.pt2` files of `torch.export.save`."""
 
 from __future__ import annotations
 
