@@ -1,6 +1,6 @@
 """Many PyTorch models through the whole way: captured, planned, applied, run, compared.
 
-    python -m benchmarks.pytorch_zoo                # all of it; writes benchmarks/results/pytorch_zoo
+    python -m benchmarks.pytorch_zoo                # all; writes results/pytorch_zoo/zoo.csv
     python -m benchmarks.pytorch_zoo --only bert unet
 
 Each model is planned on two CPU devices for a forward pass (in eval mode) and for a training step

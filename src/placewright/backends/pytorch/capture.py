@@ -106,7 +106,7 @@ class _Conversion:
     def __init__(self, exported: Exported, joint: torch.fx.GraphModule, unions: Unions) -> None:
         self._exported = exported
         self._joint = joint
-        self._nodes = [n for n in joint.graph.nodes]
+        self._nodes = list(joint.graph.nodes)
         self._parts = _Parts()
         self._unions = unions
         self._repeated = {
@@ -320,13 +320,13 @@ class _Conversion:
                 if node.name in self._first:
                     result[node.name] = self._first[node.name]
             elif node.op == "call_function":
-                op = by_label.get(self._unions.label(node.name))
-                if op is None:
-                    op = next(
+                found = by_label.get(self._unions.label(node.name))
+                if found is None:
+                    found = next(
                         (result[n.name] for n in node.all_input_nodes if n.name in result), None
                     )
-                if op is not None:
-                    result[node.name] = op
+                if found is not None:
+                    result[node.name] = found
         return result
 
 
@@ -500,7 +500,7 @@ def _origins(nodes: Sequence[Node], exported: Mapping[str, Node]) -> dict[Node, 
 def _is_sum_of_gradients(node: Node, origin: str, by_number: Mapping[int, str]) -> bool:
     if node.target is not torch.ops.aten.add.Tensor:
         return False
-    numbers = [n.meta.get("seq_nr") for n in node.all_input_nodes]
+    numbers = [n.meta.get("seq_nr", -1) for n in node.all_input_nodes]
     backward = all(n.meta.get("partitioner_tag") == "is_backward" for n in node.all_input_nodes)
     return backward and all(by_number.get(number) != origin for number in numbers)
 
@@ -532,7 +532,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def tensor_of(value: Any, shares: tuple[str, int] | None = None) -> Tensor:
-    """An output that is not there, as a gradient that nobody wants, takes its number all the same."""
+    """An output that is not there, as a gradient that nobody wants, keeps its number."""
     if not isinstance(value, torch.Tensor):
         return Tensor(_total_bytes(value))
     dtype = str(value.dtype).removeprefix("torch.")
@@ -574,6 +574,9 @@ def kernels_of(target: Any) -> tuple[str, ...] | None:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
         return None
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    if any(has(target.name(), key) for key in _ANYWHERE):
+    name = target._schema.name  # with the namespace
+    overload = target._schema.overload_name
+    name = f"{name}.{overload}" if overload else name
+    if any(has(name, key) for key in _ANYWHERE):
         return None
-    return tuple(kind for kind, key in _KEYS.items() if has(target.name(), key))
+    return tuple(kind for kind, key in _KEYS.items() if has(name, key))

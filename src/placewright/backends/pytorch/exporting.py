@@ -198,7 +198,7 @@ def _flat_module(
         if isinstance(value, torch.Tensor):
             values.append(value)
         else:  # a number or None, which the export has taken as a constant
-            node.replace_all_uses_with(value)  # type: ignore[arg-type]
+            node.replace_all_uses_with(value)
             graph.erase_node(node)
     output = graph.output_node()
     output.args = (
@@ -212,7 +212,7 @@ def _flat_module(
 def quiet() -> Iterator[None]:
     """torch writes whole graphs to its log and to stderr when a model cannot be exported; a line is
     enough."""
-    names = ("torch", "torch.export", "torch._dynamo", "torch._export", "torch.fx", "torch._inductor",
+    names = ("torch", "torch.export", "torch._dynamo", "torch._export", "torch.fx",
              "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")  # fmt: skip
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

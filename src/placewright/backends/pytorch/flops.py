@@ -28,59 +28,35 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from placewright.graph import Work
 
-_MOVES = frozenset(["_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_reshape_copy", "_to_copy", "alias", "alias_copy", "arange", "as_strided", "as_strided_scatter", "bernoulli", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "detach", "diagonal_scatter", "embedding", "embedding_dense_backward", "empty", "empty_like", "empty_strided", "expand", "eye", "fill", "flip", "full", "full_like", "gather", "index", "index_put", "index_select", "lift_fresh", "lift_fresh_copy", "linspace", "masked_fill", "masked_scatter", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pixel_shuffle", "pixel_unshuffle", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "reflection_pad1d", "reflection_pad2d", "repeat", "replication_pad2d", "roll", "scalar_tensor", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "split_with_sizes_copy", "stack", "tril", "triu", "unfold_copy", "where", "zeros", "zeros_like"])  # fmt: skip
 
-_GATHERS = frozenset(
-    [
-        "embedding",
-        "embedding_dense_backward",
-        "embedding_bag",
-        "_embedding_bag",
-        "_embedding_bag_backward",
-        "gather",
-        "index",
-        "index_add",
-        "index_put",
-        "index_select",
-        "scatter",
-        "scatter_add",
-        "_embedding_bag_dense_backward",
-    ]
-)
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
-_REDUCTIONS = frozenset(
-    [
-        "all",
-        "amax",
-        "amin",
-        "any",
-        "argmax",
-        "argmin",
-        "cumprod",
-        "cumsum",
-        "histc",
-        "linalg_vector_norm",
-        "logsumexp",
-        "max",
-        "mean",
-        "min",
-        "nansum",
-        "norm",
-        "nll_loss2d_forward",
-        "nll_loss_forward",
-        "prod",
-        "scatter_add",
-        "scatter_reduce",
-        "sort",
-        "std",
-        "sum",
-        "topk",
-        "var",
-        "var_mean",
-        "index_add",
-        "_embedding_bag",
-    ]
-)
+
+_MOVES = _names("""
+    _assert_async _assert_scalar _assert_tensor_metadata
+    _reshape_copy _to_copy alias alias_copy arange as_strided as_strided_scatter bernoulli cat
+    clone constant_pad_nd contiguous copy detach diagonal_scatter embedding
+    embedding_dense_backward empty empty_like empty_strided expand eye fill flip full full_like
+    gather index index_put index_select lift_fresh lift_fresh_copy linspace masked_fill
+    masked_scatter new_empty new_empty_strided new_full new_ones new_zeros ones ones_like
+    pixel_shuffle pixel_unshuffle rand rand_like randint randn randn_like randperm
+    reflection_pad1d reflection_pad2d repeat replication_pad2d roll scalar_tensor select_backward
+    select_scatter slice_backward slice_scatter split_with_sizes_copy stack tril triu unfold_copy
+    where zeros zeros_like
+""")
+
+_GATHERS = _names("""
+    embedding embedding_dense_backward embedding_bag _embedding_bag _embedding_bag_backward
+    gather index index_add index_put index_select scatter scatter_add
+    _embedding_bag_dense_backward
+""")
+
+_REDUCTIONS = _names("""
+    all amax amin any argmax argmin cumprod cumsum histc linalg_vector_norm logsumexp max mean min
+    nansum norm nll_loss2d_forward nll_loss_forward prod scatter_add scatter_reduce sort std sum
+    topk var var_mean index_add _embedding_bag
+""")
 
 _PER_ELEMENT = {
     "elu": 3, "elu_backward": 3, "erf": 8, "gelu": 10, "gelu_backward": 14, "hardswish": 3,
@@ -98,8 +74,10 @@ _PER_ELEMENT = {
 _POOL = re.compile(r"^(max|avg)_pool[123]d(_with_indices)?(_backward)?$")
 _ADAPTIVE = re.compile(r"adaptive_(avg|max)_pool[123]d(_backward)?$")
 _CONV = re.compile(r"conv")
-_MATMUL = re.compile(r"^(mm|bmm|addmm|baddbmm|_grouped_mm|.*scaled_dot_product.*|mkldnn_rnn_layer"
-                     r"(_backward)?|linear|matmul|_scaled_mm|addmv|mv|dot|.*flex_attention.*)$")  # fmt: skip
+_MATMUL = re.compile(
+    r"^(mm|bmm|addmm|baddbmm|_grouped_mm|.*scaled_dot_product.*|mkldnn_rnn_layer(_backward)?"
+    r"|linear|matmul|_scaled_mm|addmv|mv|dot|.*flex_attention.*)$"
+)
 
 
 def op_name(target: Any) -> str:
@@ -162,8 +140,8 @@ def _largest(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def _attention(name: str, inputs: Sequence[tuple[int, ...]]) -> float:
     if "backward" in name:
-        return float(sdpa_backward_flop_count(*inputs[:4]))
-    return float(sdpa_flop_count(*inputs[:3]))
+        return float(sdpa_backward_flop_count(*inputs[:4]))  # type: ignore[no-untyped-call]
+    return float(sdpa_flop_count(*inputs[:3]))  # type: ignore[no-untyped-call]
 
 
 def _recurrent(name: str, inputs: Sequence[tuple[int, ...]]) -> float:

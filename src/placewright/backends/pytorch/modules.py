@@ -1,9 +1,9 @@
 """Which modules are moved as a whole: what `device_map`, pipelines and plans by module work with.
 
-A *unit* is a module that stays in one piece: one that says so (`_no_split_modules` of transformers),
-or one without children. Containers and other modules are taken apart. Where code between units
-works on the results of two of them (`x + y`), these must be on one device, and so must units that
-share a tied parameter: they form one set.
+A *unit* is a module that stays in one piece: one that says so (`_no_split_modules` of
+transformers), or one without children. Containers and other modules are taken apart. Where code
+between units works on the results of two of them (`x + y`), these must be on one device, and so
+must units that share a tied parameter: they form one set.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Units:
         numbers: dict[str, int] = {}
         group_of = []
         for g in of:
-            root = label_of.get(g)
-            name = tied.names[g] if root is None else name_of[root_of[root]]
+            name = name_of[root_of[label_of[g]]] if g in label_of else tied.names[g]
             group_of.append(numbers.setdefault(name, len(numbers)))
         return Grouping(group_of=frozen(np.array(group_of, dtype=np.int32)), names=tuple(numbers))
 

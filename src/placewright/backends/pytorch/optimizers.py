@@ -53,7 +53,8 @@ def _maker(optimizer: Any) -> Callable[[Any], torch.optim.Optimizer]:
             return functools.partial(optimizer, lr=1e-3)
         return optimizer
     if callable(optimizer):
-        return optimizer
+        made: Callable[[Any], torch.optim.Optimizer] = optimizer
+        return made
     raise ModelError(
         f"optimizer is a {type(optimizer).__name__}; give a class of torch.optim, one of its "
         "instances, or a function of parameters"

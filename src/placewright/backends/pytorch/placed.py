@@ -50,7 +50,7 @@ class _Copy(torch.autograd.Function):
 def move(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on another device of the plan."""
     if value.device == device:
-        copied: torch.Tensor = _Copy.apply(value)
+        copied: torch.Tensor = _Copy.apply(value)  # type: ignore[no-untyped-call]
         return copied
     return value.to(device, non_blocking=True)
 
@@ -65,6 +65,8 @@ class PlacedModule(torch.nn.Module):
 
     transfers: tuple[Transfer, ...]
     """What is copied from device to device in a forward pass."""
+    _code: Any
+    _constants: dict[str, torch.Tensor]
 
     def __init__(
         self,
@@ -131,8 +133,8 @@ def _check_leaf(leaf: Any, example: Any, number: int, of: str) -> None:
     if isinstance(example, torch.Tensor):
         if not isinstance(leaf, torch.Tensor):
             raise PlacementError(
-                f"input {number} of {of} is a {type(leaf).__name__}; the plan has a tensor of shape "
-                f"{tuple(example.shape)} there"
+                f"input {number} of {of} is a {type(leaf).__name__}; the plan has a tensor of "
+                f"shape {tuple(example.shape)} there"
             )
         if leaf.shape != example.shape or leaf.dtype != example.dtype:
             raise PlacementError(
@@ -141,8 +143,8 @@ def _check_leaf(leaf: Any, example: Any, number: int, of: str) -> None:
             )
     elif isinstance(leaf, torch.Tensor) or leaf != example:
         raise PlacementError(
-            f"input {number} of {of} was {example!r} when it was planned, which the graph has taken "
-            "as a constant; plan again for another"
+            f"input {number} of {of} was {example!r} when it was planned, which the graph has "
+            "taken as a constant; plan again for another"
         )
 
 
@@ -357,7 +359,8 @@ def _constant(
 
 
 def _output_spec(exported: Exported) -> pytree.TreeSpec:
-    spec = exported.module.graph._codegen.pytree_info.out_spec
+    codegen: Any = exported.module.graph._codegen
+    spec: pytree.TreeSpec = codegen.pytree_info.out_spec
     return spec.child(0) if exported.task.train else spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,7 +29,7 @@ class TorchModel:
 
     module: torch.nn.Module
     inputs: Inputs
-    task: Task = Task()
+    task: Task = field(default_factory=Task)
     name: str = ""
     """What tables and reports call it; its class when empty."""
     group_rules: tuple[tuple[str, str], ...] = ()

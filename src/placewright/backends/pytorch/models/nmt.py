@@ -8,6 +8,7 @@ bottom layer's next step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -150,7 +151,7 @@ class Nmt(nn.Module):
         attended = output.new_zeros(self._config.batch, self._config.attention)
         losses = []
         words_of = target.unbind()
-        for now, following in zip(words_of[:-1], words_of[1:], strict=True):
+        for now, following in itertools.pairwise(words_of):
             inputs = [self.target_embedding(now), attended]
             for i, layer in enumerate(self.decoder):
                 states[i] = state = layer(inputs, states[i])

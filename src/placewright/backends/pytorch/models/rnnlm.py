@@ -7,6 +7,7 @@ many cells, projected to fewer outputs; dropout on the word vectors as in Zaremb
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ class Rnnlm(nn.Module):
         words = tokens.unbind()
         states: list[LstmState | None] = [None] * len(self.lstm)
         losses = []
-        for now, following in zip(words[:-1], words[1:], strict=True):
+        for now, following in itertools.pairwise(words):
             output = self.embedding(now)
             for i, layer in enumerate(self.lstm):
                 states[i] = state = layer([output], states[i])
