@@ -46,7 +46,7 @@ def test_tensorflow_that_is_not_installed_is_named_with_its_install_command() ->
         from placewright.errors import MissingExtraError
         from placewright.backends import load
         try:
-            load("rnnlm", scale="small")
+            load("rnnlm", backend="tensorflow", scale="small")
         except MissingExtraError as error:
             print(error)
         """
