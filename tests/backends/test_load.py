@@ -46,7 +46,7 @@ def test_tensorflow_that_is_not_installed_is_named_with_its_install_command() ->
         from placewright.errors import MissingExtraError
         from placewright.backends import load
         try:
-            load("rnnlm", scale="small")
+            load("rnnlm", backend="tensorflow", scale="small")
         except MissingExtraError as error:
             print(error)
         """
@@ -113,7 +113,8 @@ def test_file_goes_before_a_benchmark_model_of_its_name(
             "ntm",
             "there is no benchmark model or file 'ntm' (did you mean 'nmt'?); benchmark models are "
             "rnnlm, nmt, inception_v3; files are .json or .json.gz (graph file), .pb or .pbtxt "
-            "(TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's directory",
+            "(TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's directory, "
+            "FILE.py:FUNCTION or package.module:FUNCTION (PyTorch), .pt2 (torch.export)",
         ),
         ("gone.pb", "gone.pb: no such file or directory"),
         ("gone/model", "gone/model: no such file or directory"),

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "placewright.backends"
 
-_OURS = ("placewright.backends.tensorflow:BACKEND",)
+_OURS = ("placewright.backends.tensorflow:BACKEND", "placewright.backends.pytorch:BACKEND")
 """Module and attribute of the backends that come with this package."""
 
 _registered: dict[str, Backend] = {}

@@ -1,0 +1,258 @@
+"""Your PyTorch module, placed.
+
+    import placewright.torch
+
+    plan = placewright.torch.plan(model, inputs, devices=["cuda:0", "cuda:1"])  # moves nothing
+    placed = plan.apply(model)
+
+`place` does both. The devices are this machine's, or those of a cluster file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+import placewright
+from placewright.backends.pytorch import torch_name
+from placewright.backends.pytorch.exporting import Inputs, Loss, Task
+from placewright.backends.pytorch.plan import Plan
+from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
+from placewright.cluster import Cluster, from_document
+from placewright.costs import estimate_costs
+from placewright.discovery import local_document
+from placewright.errors import ClusterError, PlacementError, SearchError
+from placewright.problem import Problem, make_problem
+
+__all__ = ["Inputs", "Plan", "Planned", "TorchModel", "load", "place", "plan"]
+
+_WORTH = 1.02
+"""Several devices that are not faster than one by this factor are not worth their transfers."""
+
+
+class TaskSettings(TypedDict, total=False):
+    """Fields of `Task`."""
+
+    train: bool
+    loss_fn: Loss | None
+    targets: tuple[Any, ...]
+    optimizer: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan, and the search that found it."""
+
+    plan: Plan
+    result: Any
+    """The search's `placewright.Result`."""
+    verdict: str
+    """What was gained, in a sentence."""
+
+    @property
+    def step_seconds(self) -> float:
+        return float(self.result.step_seconds)
+
+    def apply(self, model: torch.nn.Module, *, level: str | None = None) -> torch.nn.Module:
+        """See `Plan.apply`."""
+        return self.plan.apply(model, level=level)
+
+    def device_map(self) -> dict[str, str]:
+        """See `Plan.device_map`."""
+        return self.plan.device_map()
+
+    def split_points(self) -> dict[str, Any]:
+        """See `Plan.split_points`."""
+        return self.plan.split_points()
+
+    def save(self, path: str | Path) -> None:
+        """See `Plan.save`."""
+        self.plan.save(path)
+
+
+def load(path: str | Path) -> Plan:
+    """A plan that was saved."""
+    return Plan.load(path)
+
+
+def plan(
+    model: torch.nn.Module | TorchModel,
+    inputs: object = (),
+    *,
+    devices: Sequence[str] | Cluster | str = "local",
+    max_memory: Mapping[str, int | str] | None = None,
+    level: str = "op",
+    budget: float | str | None = None,
+    method: str = "auto",
+    seed: int = 0,
+    **task: Unpack[TaskSettings],
+) -> Planned:
+    """Searches for the fastest placement of a module; moves nothing.
+
+    Args:
+        model: the module; it may be on `meta`.
+        inputs: what it is called with: a tensor, a tuple of arguments, a mapping of keywords, or
+            `Inputs(args, kwargs)`. Only shapes count.
+        devices: torch's names of devices of this machine (`["cuda:0", "cpu"]`; `cpu:0` and `cpu:1`
+            share the CPU), or a `Cluster`, the name of a preset, or a cluster file.
+        max_memory: bytes, or a text such as `10GiB`, that a device may give, by its name.
+        level: `op` places op by op; `module` keeps whole what accelerate and pipelines keep whole.
+        budget: seconds to search, or a text such as `5m`.
+        method: as in `placewright.place`.
+        seed: as in `placewright.place`.
+        task: `train`, `loss_fn`, `targets` and `optimizer`, as in `Task`: a whole training step
+            where `train` is true.
+    """
+    if level not in ("op", "module"):
+        raise PlacementError(f"level is {level!r}; there are 'op' and 'module'")
+    source = model
+    if not isinstance(source, TorchModel):
+        source = TorchModel(source, Inputs.of(inputs), Task(**task))
+    cluster = with_memory(cluster_of(devices), max_memory or {})
+    program = read_program(source)
+    problem = problem_of(program, cluster, level)
+    try:
+        result = placewright.place(problem, method=method, budget=budget or 10.0, seed=seed)
+        device_of_op = result.placement_by_op()
+    except SearchError as error:
+        too_little = explain_memory(problem)
+        raise SearchError(too_little) from error
+    names = {device: torch_name(device) for device in cluster.device_names}
+    return Planned(plan=program.plan(device_of_op, names), result=result, verdict=_verdict(result))
+
+
+def place(model: torch.nn.Module, inputs: object = (), **settings: Any) -> torch.nn.Module:
+    """`plan`, and the module placed accordingly; takes what `plan` takes."""
+    level = settings.get("level", "op")
+    planned = plan(model, inputs, **settings)
+    return planned.apply(model, level="module" if level == "module" else None)
+
+
+def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:
+    """The placement problem of a captured module."""
+    if level == "op":
+        return make_problem(program.graph, cluster)
+    return Problem(
+        graph=program.graph,
+        grouping=program.units.group(program.graph, program.ops_of_unit),
+        cluster=cluster,
+        costs=estimate_costs(program.graph, cluster),
+    )
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def cluster_of(devices: Sequence[str] | Cluster | str) -> Cluster:
+    """Torch's names of devices as a cluster."""
+    if isinstance(devices, Cluster):
+        return devices
+    if isinstance(devices, str):
+        return Cluster.load(devices)
+    document = local_document()
+    known = {entry["name"]: entry for entry in document["devices"]}
+    names = [_cluster_name(name) for name in devices]
+    if not names or len(set(names)) < len(names):
+        raise ClusterError(f"devices must be different, at least one, not {list(devices)}")
+    cpus = [name for name in names if name.startswith("cpu")]
+    for given, name in zip(devices, names, strict=True):
+        if name not in known and not name.startswith("cpu:"):
+            raise ClusterError(
+                f"this machine has no {given}; it has {', '.join(map(torch_name, known))}. To plan "
+                "for another machine, give a cluster file or a preset such as 'a100x4'"
+            )
+    host = document["kinds"]["local-cpu"]
+    host["memory"] //= max(1, len(cpus))
+    host["peak_flops"] /= max(1, len(cpus))
+    host["memory_bandwidth"] /= max(1, len(cpus))
+    document["devices"] = [
+        {"name": name, "kind": "local-cpu"} if name in cpus else known[name] for name in names
+    ]
+    kept = {*names, "cpu:0"}
+    links = [
+        link for link in document["links"] if all(end in kept for p in link["pairs"] for end in p)
+    ]
+    if len(cpus) > 1:
+        pairs = [[a, b] for i, a in enumerate(cpus) for b in cpus[i + 1 :]]
+        links.append({"name": "memory", "latency": 10e-6, "bandwidth": 5e9, "pairs": pairs})
+    document["links"] = links
+    document["switches"] = [] if "cpu:0" in names else ["cpu:0"]
+    document["name"] = " ".join(devices)
+    return from_document(document, where="devices")
+
+
+def _cluster_name(name: str) -> str:
+    kind, _, number = str(name).partition(":")
+    kind = "gpu" if kind == "cuda" else kind
+    return f"{kind}:{number or 0}"
+
+
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+          "tib": 2**40, "b": 1, "": 1}  # fmt: skip
+
+
+def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
+    """The cluster with less, or more, memory on some devices."""
+    sizes = {_cluster_name(name): _size(name, size) for name, size in limits.items()}
+    for name in sizes:
+        cluster.device_number(name)
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(d, memory_bytes=sizes.get(d.name, d.memory_bytes)) for d in cluster.devices
+        ),
+    )
+
+
+def _size(name: str, size: int | str) -> int:
+    text = str(size).strip().lower()
+    number = text.rstrip("bikmgt ")
+    unit = text[len(number) :].strip()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError):
+        raise ClusterError(
+            f"max_memory of {name} is {size!r}; give bytes or a text such as '10GiB'"
+        ) from None
+
+
+# --- what came of it -----------------------------------------------------------------------------
+
+
+def explain_memory(problem: Problem) -> str:
+    """Which parameters and activations are too large together."""
+    from placewright.simulator.engine import format_bytes
+
+    graph = problem.graph
+    resident = graph.resident_bytes
+    memory = sum(device.memory_bytes for device in problem.cluster.devices)
+    largest = sorted(range(graph.num_ops), key=lambda i: -int(resident[i]))[:3]
+    activations = sorted(
+        range(graph.num_ops), key=lambda i: -int(graph.owned_bytes[i] if not resident[i] else 0)
+    )[:3]
+
+    def said(ops: Sequence[int], sizes: Any) -> str:
+        return ", ".join(f"{graph.op_names[i]} ({format_bytes(int(sizes[i]))})" for i in ops)
+
+    return (
+        f"{graph.name} does not fit: {format_bytes(int(resident.sum()))} of parameters and state, "
+        f"the largest {said(largest, resident)}, and activations, the largest "
+        f"{said(activations, graph.owned_bytes)}, on devices with {format_bytes(memory)} together"
+    )
+
+
+def _verdict(result: Any) -> str:
+    used = sorted(set(result.placement_by_op().values()))
+    gain = result.speed_up
+    if len(used) == 1 or (gain is not None and gain < _WORTH):
+        return f"one device is best ({torch_name(used[0])}); there is nothing to gain from more"
+    names = ", ".join(map(torch_name, used))
+    if gain is None:
+        tried = any(method.method == "single" for method in result.methods)
+        than = "; no single device can hold it" if tried else ""
+        return f"on {names}, {result.step_seconds:.3g} s a step{than}"
+    return f"on {names}, {result.step_seconds:.3g} s a step, {gain:.2f} times as fast as on one"
