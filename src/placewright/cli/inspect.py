@@ -15,8 +15,8 @@ from placewright.cli.options import Only, add_command
 from placewright.graph import Graph, Loop
 from placewright.grouping import Grouping
 from placewright.problem import ProblemConfig, group_ops
-from placewright.units import format_bytes, format_count
 from placewright.report.words import loop_lines
+from placewright.units import format_bytes, format_count
 
 _MOST_ROWS = 12
 

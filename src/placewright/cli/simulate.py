@@ -146,9 +146,7 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
                 format_bytes(entry["memory_bytes"]),
             )
         say(table)
-        say(
-            f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}"
-        )
+        say(f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}")
         say(f"of the step, {described(Parts(**facts['parts']))}")
         path = facts["critical_path"]
         say(
