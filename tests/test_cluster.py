@@ -169,7 +169,7 @@ def test_unknown_presets_and_devices() -> None:
 
 def test_builtin_kinds_are_complete() -> None:
     for kind in builtin_kinds().values():
-        assert set(kind.efficiency) == {"conv", "matmul", "memory", "tiny"}
+        assert set(kind.efficiency) >= {"conv", "matmul", "memory", "tiny"}
 
 
 def test_who_issues_work(tmp_path: Path) -> None:
