@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, measured, paper, placers, tables
+from benchmarks import costs, figures, measured, paper, placers, tables
 from benchmarks.common import (
     Point,
     add_csv,
@@ -19,7 +19,7 @@ from benchmarks.common import (
     read_csv,
     side_by_side,
 )
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig
 from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem
@@ -329,3 +329,30 @@ def test_without_matplotlib_there_are_no_figures(
     figures.training([], tmp_path / "training.svg")
     assert "matplotlib is not installed" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+# --- the cost model ------------------------------------------------------------------------------
+
+
+def test_the_cost_model_against_a_real_step(tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("tensorflow")
+    monkeypatch.setattr(costs, "RESULTS", tmp_path)
+    step, types = costs.audit("autoencoder", config=RunConfig(steps=3, max_steps=3))
+    assert step["runs"] == step["ops"] > 300
+    assert step["measured_seconds"] > 0
+    assert sum(row["share"] for row in types) == pytest.approx(1, abs=0.01)
+    products = next(row for row in types if row["type"] == "MatMul")
+    assert products["work"] == "matmul"
+    assert products["traced_seconds"] > 0
+    costs.write([step], types)
+    page = (tmp_path / "README.md").read_text()
+    assert "| autoencoder | MatMul | matmul |" in page
+    assert "Wanted: every step within a factor of 2" in page
+
+
+def test_a_type_of_op_is_wrong_where_it_is_far_off_and_counts() -> None:
+    def row(predicted: float, share: float) -> dict[str, Any]:
+        return {"predicted_seconds": predicted, "traced_seconds": 1.0, "share": share}
+
+    rows = [row(3.5, 0.1), row(2.5, 0.1), row(0.3, 0.1), row(0.1, 0.01)]
+    assert costs.wrong_types(rows) == [rows[0], rows[2]]

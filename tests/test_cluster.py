@@ -169,7 +169,7 @@ def test_unknown_presets_and_devices() -> None:
 
 def test_builtin_kinds_are_complete() -> None:
     for kind in builtin_kinds().values():
-        assert set(kind.efficiency) >= {"conv", "matmul", "memory", "tiny"}
+        assert {"conv", "matmul", "memory", "tiny"} <= set(kind.efficiency)
 
 
 def test_who_issues_work(tmp_path: Path) -> None:
@@ -208,3 +208,15 @@ def test_links_that_share_nothing_are_a_warning(
     for name in preset_names():
         Cluster.load(name)
     assert not caplog.text
+
+
+def test_a_cache_is_part_of_a_kind(tmp_path: Path) -> None:
+    kind = Cluster.load("cpu2").kinds[0]
+    assert kind.cache_bytes == 8_000_000
+    assert kind.cache_bandwidth > kind.memory_bandwidth
+    path = tmp_path / "c.yaml"
+    Cluster.load("cpu2").save(path)
+    assert Cluster.load(path) == Cluster.load("cpu2")
+    # Without a share of its own, what ops move or compute counts as memory-bound work does.
+    assert kind.share("gather") == kind.share("memory")
+    assert kind.share("elementwise") == kind.efficiency["elementwise"]

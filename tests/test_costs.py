@@ -219,3 +219,25 @@ def test_nan_and_negative_costs_are_refused() -> None:
                 op_seconds=np.array([[value]]),
                 source=np.array([[Source.TABLE]], dtype=np.uint8),
             )
+
+
+def test_small_working_sets_come_from_the_cache() -> None:
+    kind = DeviceKind(
+        name="k", type="cpu", peak_flops=1e12, memory_bandwidth=1e10, memory_bytes=10**9,
+        cache_bytes=3 * MB, cache_bandwidth=1e11, dispatch_seconds=0.0,
+        efficiency={"memory": 0.5, "elementwise": 1e-3},
+    )  # fmt: skip
+    cluster = Cluster(name="c", devices=(Device(name="d", kind=kind, memory_bytes=10**9),))
+    ops = [
+        Op(name="x", type="Input", outputs=(Tensor(MB),)),
+        Op(name="small", type="Add", outputs=(Tensor(MB),)),
+        Op(name="large", type="Tile", outputs=(Tensor(9 * MB),)),
+        Op(name="exp", type="Exp", outputs=(Tensor(MB),), flops=1e6),
+        Op(name="looped", type="Add", outputs=(Tensor(MB),), count=50),
+    ]
+    graph = Graph.from_ops("g", ops, [Edge("x", op.name) for op in ops[1:]])
+    seconds = dict(zip(graph.op_names, estimate_costs(graph, cluster).op_seconds[0], strict=True))
+    assert seconds["small"] == pytest.approx(2 * MB / 1e11)
+    assert seconds["large"] == pytest.approx(10 * MB / 5e9)
+    assert seconds["exp"] == pytest.approx(1e6 / 1e9)  # computing takes longer than its bytes
+    assert seconds["looped"] == pytest.approx(50 * 2 * MB / 1e11)

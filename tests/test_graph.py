@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from placewright.errors import ModelError
-from placewright.graph import Edge, Graph, Op, Tensor, from_json, to_json
+from placewright.graph import Edge, Graph, Loop, Op, Tensor, Work, from_json, to_json
 from tests.strategies import graphs
 
 
@@ -247,3 +249,58 @@ def test_sums_over_inputs_stay_within_64_bits() -> None:
     with pytest.raises(ModelError, match="counting each tensor as often as it is read"):
         Graph.from_ops("g", ops, [Edge("big", f"r{i}") for i in range(1025)])
     Graph.from_ops("g", ops, [Edge("big", f"r{i}") for i in range(1024)])
+
+
+def test_work_is_guessed_from_the_type_where_nobody_said_it() -> None:
+    tensor = Tensor(4000)
+    ops = [
+        Op(name="table", type="Variable", outputs=(Tensor(10**6),), param_bytes=10**6),
+        Op(name="rows", type="aten.embedding", outputs=(tensor,)),
+        Op(name="product", type="aten.mm", outputs=(tensor,)),
+        Op(name="conv", type="Conv2D", outputs=(tensor,)),
+        Op(name="said", type="Conv2D", outputs=(tensor,), work=Work.MEMORY, moved_bytes=7),
+        Op(name="view", type="view", outputs=(tensor._replace(shares=("said", 0)),)),
+        Op(name="apply", type="ApplyAdam"),
+    ]
+    chain = [Edge(a.name, b.name) for a, b in itertools.pairwise(ops)]
+    graph = Graph.from_ops("g", ops, [*chain, Edge("table", "apply")])
+    found = {name: Work(kind).name for name, kind in zip(graph.op_names, graph.work, strict=True)}
+    assert found == {
+        "table": "NONE", "rows": "GATHER", "product": "MATMUL", "conv": "CONV", "said": "MEMORY",
+        "view": "NONE", "apply": "UPDATE",
+    }  # fmt: skip
+    moved = dict(zip(graph.op_names, graph.moved_bytes.tolist(), strict=True))
+    assert moved["rows"] == 8000  # as many bytes of the table as it makes
+    assert moved["said"] == 7
+    assert moved["apply"] == 4000 + 3 * 10**6  # the gradient, and the variable read and written
+    again = from_json(to_json(graph), where="g.json")
+    assert again == graph
+    assert again.stated_work.tolist() == graph.stated_work.tolist()
+
+
+def test_loops_are_kept_in_files_and_stay_together() -> None:
+    ops = [Op(name=name, type="t", outputs=(Tensor(8),)) for name in "ab"]
+    ops += [Op(name=name, type="t", outputs=(Tensor(8),), count=50) for name in "cd"]
+    edges = [Edge("a", "b"), Edge("b", "c"), Edge("c", "d")]
+    loops = [Loop("loop", 50, "user"), Loop("other", None, "unknown", "loop")]
+    graph = Graph.from_ops("g", ops, edges, loops=loops)
+    assert graph.run_count.tolist() == [1, 1, 50, 50]
+    assert graph.colocation.tolist() == [-1, -1, 0, 0]  # else every iteration would send something
+    again = from_json(json.loads(json.dumps(to_json(graph))), where="g.json")
+    assert again == graph
+    assert again.loops == tuple(loops)
+    once = Graph.from_ops("g", [dataclasses.replace(op, count=1) for op in ops], edges)
+    assert once.fingerprint != graph.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"work": "dance"}, "'work' of op 'a' must be one of none, memory, conv"),
+        ({"count": 0}, "op 'a' runs 0 times in a step"),
+        ({"moved_bytes": -1}, "'moved_bytes' of op 'a' must be a whole number"),
+    ],
+)
+def test_bad_costs_of_an_op(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        from_json({"ops": [{"name": "a", "type": "t", **change}]}, where="g.json")

@@ -31,10 +31,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-cluster/1"
 
-OP_CLASSES = ("conv", "depthwise", "matmul", "memory", "gather", "update", "tiny")
-"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`),
-convolutions of each channel by itself, which come nowhere near the bandwidth that limits them, and
-ops too small to fill the device."""
+OP_CLASSES = (
+    "conv", "depthwise", "matmul", "memory", "gather", "update", "elementwise", "tiny",
+)  # fmt: skip
+"""Classes of op that reach a different share of a device's peak: kinds of work (`graph.Work`), ops
+too small to fill the device, and `elementwise`: what those that are neither convolutions nor matrix
+products compute."""
 
 ISSUES = ("device", "host", "none")
 """Who issues work, see `Cluster.issue`."""
@@ -56,6 +58,11 @@ class DeviceKind:
     memory_bandwidth: float
     """Bytes per second between one slot and the device's memory."""
     memory_bytes: int
+    cache_bytes: int = 0
+    """What one slot finds in a cache rather than in memory: an op that moves no more bytes moves
+    them at `cache_bandwidth`."""
+    cache_bandwidth: float = 0.0
+    """Bytes per second; 0 for a kind whose cache nobody described."""
     slots: int = 1
     """How many ops run at a time: 1 for a GPU stream, more for a CPU's thread pools."""
     dispatch_seconds: float = 1e-6
@@ -72,7 +79,9 @@ class DeviceKind:
         what = f"device kind {self.name!r}"
         for key in ("peak_flops", "memory_bandwidth"):
             _positive(getattr(self, key), f"{key} of {what}")
-        for key in ("dispatch_seconds", "launch_seconds", "gap_seconds"):
+        for key in (
+            "dispatch_seconds", "launch_seconds", "gap_seconds", "cache_bytes", "cache_bandwidth",
+        ):  # fmt: skip
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
             raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
@@ -87,9 +96,11 @@ class DeviceKind:
                 raise ClusterError(f"{what}: efficiency {name} must be in (0, 1], not {share}")
 
     def share(self, op_class: str) -> float:
-        """Of the peak, for a class of op: `gather` and `update` are as `memory` unless they have a
-        share of their own, and what is not given at all reaches the peak."""
-        if op_class in ("depthwise", "gather", "update") and op_class not in self.efficiency:
+        """Of the peak, for a class of op: `depthwise`, `gather`, `update` and `elementwise` are as
+        `memory` unless they have a share of their own, and what is not given at all reaches the
+        peak."""
+        own = ("depthwise", "gather", "update", "elementwise")
+        if op_class in own and op_class not in self.efficiency:
             op_class = "memory"
         return self.efficiency.get(op_class, 1.0)
 
@@ -356,6 +367,11 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
                 "launch": kind.launch_seconds,
                 **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
                 "efficiency": dict(kind.efficiency),
+                **(
+                    {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
+                    if kind.cache_bandwidth
+                    else {}
+                ),
             }
             for kind in cluster.kinds
         },
@@ -483,7 +499,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "gap", "efficiency",
+            "gap", "efficiency", "cache", "cache_bandwidth",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
@@ -502,6 +518,10 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
                 data.get("memory_bandwidth"), _RATES, f"memory_bandwidth of {what}"
             ),
             memory_bytes=_bytes(data.get("memory"), f"memory of {what}"),
+            cache_bytes=_bytes(data.get("cache", 0), f"cache of {what}"),
+            cache_bandwidth=_quantity(
+                data.get("cache_bandwidth", 0.0), _RATES, f"cache_bandwidth of {what}"
+            ),
             slots=slots,
             dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),

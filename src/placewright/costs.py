@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import logging
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -206,15 +205,15 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
                 measured = graph.measured_seconds[key]
-                known = ~np.isnan(measured)
-                seconds[k, known] = measured[known]
-                source[k, known] = Source.GRAPH
+                told = ~np.isnan(measured)
+                seconds[k, told] = measured[told]
+                source[k, told] = Source.GRAPH
         for table in tables:
             if kind.name in table.kinds:
                 row = table.kinds.index(kind.name)
-                known = table.source[row] >= Source.GRAPH
-                seconds[k, known] = table.op_seconds[row, known]
-                source[k, known] = Source.TABLE
+                told = table.source[row] >= Source.GRAPH
+                seconds[k, told] = table.op_seconds[row, told]
+                source[k, told] = Source.TABLE
         missing = ~graph.runs_on(kind.type)
         # What was measured is the whole of the op.
         overhead[k, source[k] != Source.ROOFLINE] = 0.0
@@ -257,7 +256,6 @@ def _gaps(kind: DeviceKind, graph: Graph) -> FloatArray:
 # --- roofline ------------------------------------------------------------------------------------
 
 _TINY = "tiny"
-_DEPTHWISE = re.compile("depthwise", re.IGNORECASE)
 _TINY_FLOPS = 1e6
 _TINY_BYTES = 64 * 1024
 
@@ -266,18 +264,20 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
     """[N] seconds of one run: the slower of computing and moving bytes."""
     flops, moved, work = np.nan_to_num(graph.flops), graph.moved_bytes, graph.work
     tiny = (flops < _TINY_FLOPS) & (moved < _TINY_BYTES)
-    of_type = {type_: bool(_DEPTHWISE.search(type_)) for type_ in set(graph.op_types)}
-    depthwise = ~tiny & (work == Work.CONV) & [of_type[type_] for type_ in graph.op_types]
     seconds = np.zeros(graph.num_ops)
+    cached = (moved <= kind.cache_bytes) if kind.cache_bandwidth else np.zeros_like(tiny)
     for members, name in [
         (tiny & (work != Work.NONE), _TINY),
         *((~tiny & (work == w), w.name.lower()) for w in Work if w != Work.NONE),
-        (depthwise, "depthwise"),
     ]:
-        compute_share = kind.share("conv" if name == "depthwise" else name)
+        product = name in ("conv", "depthwise", "matmul")
+        peak = "conv" if name == "depthwise" else name
+        compute_share = kind.share(peak if product or name == _TINY else "elementwise")
         # The bytes of a matrix product or a convolution move like those of any other op.
         memory_share = kind.share("memory" if name in ("conv", "matmul") else name)
         compute = flops[members] / (kind.peak_flops * compute_share)
-        memory = moved[members] / (kind.memory_bandwidth * memory_share)
-        seconds[members] = np.maximum(compute, memory)
+        bandwidth = np.where(
+            cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share
+        )
+        seconds[members] = np.maximum(compute, moved[members] / bandwidth)
     return seconds

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from placewright.machine import usable_cores, usable_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,9 @@ _KNOWN_GPUS = (("K80", "tesla-k80"), ("A100", "a100-40gb"), ("H100", "h100-80gb"
 """Part of the driver's name for a GPU -> a built-in kind, which knows its tensor cores."""
 
 
-def local_document() -> dict[str, Any]:
-    """The CPU and the NVIDIA GPUs of this machine."""
-    cores = _usable_cores()
+def local_document(cores: int | None = None) -> dict[str, Any]:
+    """The CPU, or `cores` of its cores, and the NVIDIA GPUs of this machine."""
+    cores = cores or usable_cores()
     slots = min(cores, 4)
     kinds: dict[str, Any] = {
         "local-cpu": {
@@ -34,11 +35,19 @@ def local_document() -> dict[str, Any]:
             "peak_flops": _core_flops() * cores / slots,
             # One channel of DDR4 to a core, at most six channels in all: the usual server.
             "memory_bandwidth": 15e9 * min(cores, 6) / slots,
-            "memory": _usable_memory(),
+            "memory": usable_memory_bytes(),
             "slots": slots,
-            "dispatch": 2e-6,
-            "launch": 1e-6,
-            "efficiency": {"conv": 0.5, "matmul": 0.7, "memory": 0.5, "tiny": 0.2},
+            # These, and the shares, are what benchmarks/costs.py finds for TensorFlow's kernels.
+            "dispatch": 0.5e-6,
+            "launch": 0.7e-6,
+            "efficiency": {
+                "conv": 0.6,
+                "matmul": 0.95,
+                "memory": 0.8,
+                "elementwise": 0.1,
+                "tiny": 0.2,
+            },
+            **_cache(cores, slots),
         }
     }
     devices = [{"name": "cpu:0", "kind": "local-cpu"}]
@@ -49,21 +58,29 @@ def local_document() -> dict[str, Any]:
     return {"name": "local", "kinds": kinds, "devices": devices, "links": links}
 
 
-def _usable_cores() -> int:
-    """The cores this process may use, which containers make fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _cache(cores: int, slots: int) -> dict[str, float]:
+    """The largest cache, in equal parts for the cores that share it; 24 bytes a cycle come
+    from there."""
+    largest = 0.0
+    for level in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            size = (level / "size").read_text(encoding="utf-8").strip()
+            shared = _count((level / "shared_cpu_list").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if size.endswith("K") and size[:-1].isdecimal():
+            largest = max(largest, 1024.0 * int(size[:-1]) / max(1, shared))
+    if not largest:
+        return {}
+    # Not more than a core can fill: a virtual machine may show the whole socket's cache as its own.
+    per_slot = cores / slots
+    return {"cache": int(min(largest, 32e6) * per_slot), "cache_bandwidth": 60e9 * per_slot}
 
 
-def _usable_memory() -> int:
-    """The machine's memory, or the limit of the container this runs in."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no such file, or "max"
-        return memory
-    return min(memory, limit)
+def _count(cpus: str) -> int:
+    """Of a list such as `0-3,8`."""
+    ranges = [part.partition("-") for part in cpus.strip().split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
 
 
 def _core_flops() -> float:

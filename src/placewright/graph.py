@@ -60,6 +60,9 @@ class Work(enum.IntEnum):
     """It reads or writes rows picked from a table; the other rows are not touched."""
     UPDATE = 5
     """It changes all of a variable: reads and writes it, and reads and writes optimizer state."""
+    DEPTHWISE = 6
+    """A convolution of each channel by itself, which comes nowhere near the bandwidth that limits
+    it."""
 
 
 class Tensor(NamedTuple):
@@ -99,7 +102,8 @@ class Loop(NamedTuple):
     """Each time the loop is entered; None where that is not known. Then its ops count as run
     once."""
     source: str
-    """How the iterations became known: `constant`, `shape`, `user`, or `unknown`."""
+    """How the iterations became known: `constant`, `shape`, `user`, or `unknown`. Where it is
+    `dataset`, a step is one iteration, and the ops run once."""
     within: str = ""
     """The loop that this one is inside of; whose iterations multiply with its own."""
 
@@ -669,6 +673,7 @@ def _number(value: object, what: str) -> float:
 
 
 _GUESSES = (
+    (Work.DEPTHWISE, re.compile(r"depthwise", re.IGNORECASE)),
     (Work.CONV, re.compile(r"conv", re.IGNORECASE)),
     (
         Work.MATMUL,
@@ -757,7 +762,7 @@ def _build(
         ),
         param_bytes=frozen(np.array([op.param_bytes for op in ops], dtype=np.int64)),
         slot_bytes=frozen(np.array([op.slot_bytes for op in ops], dtype=np.int64)),
-        colocation=frozen(_colocation_sets(ops)),
+        colocation=frozen(_colocation_sets(ops, edge_src, edge_dst)),
         gradient_of=frozen(_forward_ops(ops, index)),
         measured_seconds={
             kind: frozen(np.array([op.seconds.get(kind, math.nan) for op in ops], dtype=np.float64))
@@ -898,17 +903,24 @@ def _find_cycle(waiting: Sequence[int], src: Sequence[int], dst: Sequence[int]) 
     return walk[::-1]
 
 
-def _colocation_sets(ops: Sequence[Op]) -> IndexArray:
-    """Ops that share a label, directly or through others, get the same number."""
+def _colocation_sets(ops: Sequence[Op], edge_src: IndexArray, edge_dst: IndexArray) -> IndexArray:
+    """Ops that share a label, directly or through others, get the same number; and so do ops that
+    run several times and hand tensors to each other, as these would have to be sent as often."""
     sets = DisjointSets(len(ops))
+    looped = np.array([op.count > 1 for op in ops], dtype=np.bool_)
+    within = looped[edge_src] & looped[edge_dst]
+    for src, dst in zip(edge_src[within].tolist(), edge_dst[within].tolist(), strict=True):
+        sets.union(src, dst)
     holder: dict[str, int] = {}
     for i, op in enumerate(ops):
         for label in op.colocate:
             sets.union(holder.setdefault(label, i), i)
+    joined = np.zeros(len(ops), dtype=np.bool_)
+    joined[edge_src[within]] = joined[edge_dst[within]] = True
     numbers: dict[int, int] = {}
     result = np.full(len(ops), -1, dtype=np.int32)
     for i, op in enumerate(ops):
-        if op.colocate:
+        if op.colocate or joined[i]:
             result[i] = numbers.setdefault(sets.find(i), len(numbers))
     return result
 

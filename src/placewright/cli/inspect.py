@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 
 from placewright.cli import common
-from placewright.graph import Graph
+from placewright.graph import Graph, Loop
 from placewright.grouping import Grouping, default_rules, group
+from placewright.report.words import loop_lines
 
 _MOST_ROWS = 12
 
@@ -91,6 +92,7 @@ def describe(graph: Graph, grouping: Grouping) -> dict[str, Any]:
             }
             for g in order[:_MOST_ROWS].tolist()
         ],
+        "loops": [loop._asdict() for loop in graph.loops],
         "fingerprint": graph.fingerprint,
     }
 
@@ -120,6 +122,8 @@ def _print(facts: dict[str, Any]) -> None:
         if count:
             table.add_row(f"ops that cannot run on a {common.escaped(type_)}", number(count))
     common.console.print(table)
+    for line in loop_lines([Loop(**loop) for loop in facts["loops"]]):
+        common.console.print(common.escaped(line))
 
     types = Table(title="most frequent op types", title_justify="left")
     types.add_column("type")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placewright.costs import Source
+from placewright.graph import Loop
 from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.run import Run
@@ -44,6 +45,23 @@ def listed(items: Sequence[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def loop_lines(loops: Sequence[Loop]) -> list[str]:
+    """A line for each loop: how often it runs, and how that is known."""
+    lines = []
+    for loop in loops:
+        if loop.source == "dataset":
+            many = "" if loop.iterations is None else f" of {loop.iterations:,} elements"
+            often = f"goes over a dataset{many}; a step is one iteration"
+        elif loop.iterations is None:
+            often = "runs nobody knows how often and counts as one iteration"
+        else:
+            known = "you said so" if loop.source == "user" else f"known from a {loop.source}"
+            often = f"runs {plural(loop.iterations, 'iteration')} ({known})"
+        within = f" inside {loop.within!r}" if loop.within else ""
+        lines.append(f"Loop {loop.name!r}{within} {often}.")
+    return lines
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -180,6 +198,8 @@ def explain(run: Run) -> list[Section]:
     """The whole run in words."""
     lines = (answer(run), basis(run))
     sections = [Section("The answer", tuple(line for line in lines if line))]
+    if run.problem.graph.loops:
+        sections.append(Section("Loops", tuple(loop_lines(run.problem.graph.loops))))
     if run.timeline is not None and run.best is not None:
         title = "Where the groups sit" if run.ok else "A placement that does not fit"
         sections.append(Section(title, tuple(_where(run.timeline))))

@@ -29,7 +29,7 @@ from placewright.backends.tensorflow.graphdef import (
     parse_input,
 )
 from placewright.backends.tensorflow.kernels import has_gpu_kernel
-from placewright.backends.tensorflow.loops import counts_of, loop_stacks, loops_of
+from placewright.backends.tensorflow.loops import DATASET, counts_of, loop_stacks, loops_of
 from placewright.backends.tensorflow.work import moved_bytes, work_of
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, Edge, Graph, Op, Tensor
@@ -97,13 +97,14 @@ def convert(
     sources = _sources(nodes, index, outputs)
     order = _topological_order(sources)
 
-    stacks = loop_stacks(nodes, [[source.node for source in of] for of in sources], order)
+    stacks = loop_stacks(flat, [[source.node for source in of] for of in sources], order)
     found_loops = loops_of(flat, stacks, loops or {})
     counts = counts_of(nodes, stacks, found_loops)
 
     slots = _slots(nodes, sources, order, index, roles or Roles())
-    # TensorFlow runs a loop's iterations where its condition is; a loop over a dataset has none.
-    frames = [next((f for f in stack if f not in flat.dataset_loops), "") for stack in stacks]
+    # What iterations hand to each other is not sent: a loop stays together.
+    steps = {loop.name for loop in found_loops if loop.source == DATASET}
+    frames = [next((name for name in stack if name not in steps), "") for stack in stacks]
     labels = _labels(nodes, sources, outputs, frames)
     forward = _ForwardOps(nodes, index, sources)
     shapes = [tuple(_sized(output.shape) for output in of) for of in outputs]
@@ -120,6 +121,7 @@ def convert(
         variable_bytes = _variable_bytes(node) if node.op in VARIABLES else 0
         is_slot = i in slots
         read = [sizes[of][number] for of, number in data]
+        read_shapes = [shapes[of][number] for of, number in data]
         ops.append(
             Op(
                 name=node.name,
@@ -127,7 +129,7 @@ def convert(
                 outputs=_tensors(node, outputs[i], shapes[i], sizes[i], data, nodes, outputs),
                 param_bytes=0 if is_slot else variable_bytes,
                 slot_bytes=variable_bytes if is_slot else 0,
-                flops=flops(node, [shapes[of][number] for of, number in data], shapes[i]),
+                flops=flops(node, read_shapes, shapes[i]),
                 colocate=labels[i],
                 gradient_of=forward.of(i),
                 kernels=_kernels_of(node),

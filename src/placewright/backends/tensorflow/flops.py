@@ -63,10 +63,14 @@ _REDUCTIONS = _names("""
 """)
 
 _PER_ELEMENT: Mapping[str, float] = {
-    "Elu": 3, "EluGrad": 3, "Erf": 8, "Gelu": 10, "L2Loss": 2, "LogSoftmax": 5, "Rsqrt": 2,
-    "RsqrtGrad": 4, "Selu": 3, "SeluGrad": 3, "Sigmoid": 4, "SigmoidGrad": 3, "Softmax": 5,
-    "SoftmaxCrossEntropyWithLogits": 8, "Softplus": 4, "SoftplusGrad": 4, "Softsign": 3,
-    "SparseSoftmaxCrossEntropyWithLogits": 8, "SquaredDifference": 2, "Tanh": 4, "TanhGrad": 3,
+    "Elu": 3, "EluGrad": 3, "Erf": 8, "Erfc": 8, "Exp": 8, "Gelu": 10, "L2Loss": 2, "Log": 8,
+    "Log1p": 8, "LogSoftmax": 5, "Pow": 20, "Rsqrt": 2, "RsqrtGrad": 4, "Selu": 3, "SeluGrad": 3,
+    "Sigmoid": 4, "SigmoidGrad": 3, "Softmax": 5, "Softplus": 16, "SoftplusGrad": 8,
+    "Softsign": 3, "SquaredDifference": 2, "Tanh": 4, "TanhGrad": 3,
+    # Ten rounds of multiplying make one number.
+    "Multinomial": 40, "RandomStandardNormal": 60, "RandomUniform": 30,
+    "StatelessRandomNormal": 60, "StatelessRandomNormalV2": 60, "StatelessRandomUniform": 30,
+    "StatelessRandomUniformV2": 30, "StatelessTruncatedNormalV2": 80, "TruncatedNormal": 80,
     # Mean, variance, normalising and scaling; the gradient has to undo each of them.
     "FusedBatchNorm": 8, "FusedBatchNormV2": 8, "FusedBatchNormV3": 8,
     "FusedBatchNormGrad": 12, "FusedBatchNormGradV2": 12, "FusedBatchNormGradV3": 12,
@@ -153,6 +157,18 @@ def _convolution(results: tuple[str, int], weights: tuple[str, int], *, depthwis
     return rule
 
 
+def _depthwise_filter_gradient(
+    node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
+) -> float:
+    """TensorFlow's kernel for CPUs makes a gradient for each image and adds them up, which where
+    images are small takes far longer than the products."""
+    products = _convolution(("input", 2), ("output", 0), depthwise=True)(node, inputs, outputs)
+    if len(outputs[0]) != 4 or len(inputs[0]) != 4:
+        return products
+    window = outputs[0][0] * outputs[0][1]
+    return max(products, 32.0 * window * inputs[0][0] * math.prod(outputs[0]))
+
+
 def _pool(windows_of: tuple[str, int], each: float = 1, extra: float = 0) -> _Rule:
     def rule(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
         tensors = {"input": inputs, "output": outputs}
@@ -166,7 +182,14 @@ def _add_n(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
     return (len(inputs) - 1) * math.prod(outputs[0])
 
 
+def _softmax_loss(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+    # Several reductions of each row; where there are few classes, starting them is most of it.
+    return 24 * math.prod(inputs[0]) + 400 * math.prod(inputs[0][:-1])
+
+
 _RULES: dict[str, _Rule] = {
+    "SoftmaxCrossEntropyWithLogits": _softmax_loss,
+    "SparseSoftmaxCrossEntropyWithLogits": _softmax_loss,
     "AddN": _add_n,
     "AccumulateNV2": _add_n,
     "Einsum": _einsum,
@@ -194,3 +217,4 @@ for _name, _depthwise in (("Conv2D", False), ("DepthwiseConv2dNative", True), ("
     _RULES[f"{_name}BackpropFilter{_suffix}"] = _convolution(
         ("input", 2), ("output", 0), depthwise=_depthwise
     )
+_RULES["DepthwiseConv2dNativeBackpropFilter"] = _depthwise_filter_gradient

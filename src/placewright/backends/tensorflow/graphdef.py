@@ -451,21 +451,24 @@ def open_dataset_loops(graph_def: GraphDef) -> dict[str, str]:
     functions = {function.signature.name: function for function in graph_def.library.function}
     nodes = {node.name: node for node in graph_def.node}
     found = {
-        node.name: nodes[op_name(node.input[0])].name
+        node.name: op_name(node.input[0])
         for node in graph_def.node
         if node.op in ("ScanDataset", "ReduceDataset") and node.attr["f"].func.name in functions
     }
     if not any(node.op == "ReduceDataset" for node in graph_def.node) or not found:
         return {}
     made: dict[str, list[str]] = {}  # loop -> the elements it makes
+    renamed: dict[str, str] = {}
     for name in sorted(found, key=lambda name: nodes[name].op, reverse=True):  # Scan goes first
         node = nodes[name]
-        source = nodes[op_name(node.input[0])]
-        while source.op in _DATASET_PASSES and source.input:
-            source = nodes[op_name(source.input[0])]
-        made[name] = _call_body(graph_def, node, functions, made.get(source.name))
-        found[name] = source.name
-    renamed = {name: f"{name}/{DATASET_LOOP}" for name in found}
+        source = found[name]
+        while nodes[source].op in _DATASET_PASSES and nodes[source].input:
+            source = op_name(nodes[source].input[0])
+        found[name] = source
+        # The sum over what a ScanDataset makes is part of its loop.
+        loop = f"{source}/{DATASET_LOOP}/{name}" if source in made else f"{name}/{DATASET_LOOP}"
+        renamed[name] = loop
+        made[name] = _call_body(graph_def, node, loop, functions, made.get(source))
     for node in graph_def.node:
         if node.op.endswith("Dataset") and node.name not in found:
             node.op, kept = "NoOp", [text for text in node.input if text.startswith("^")]
@@ -479,14 +482,20 @@ def open_dataset_loops(graph_def: GraphDef) -> dict[str, str]:
                 node.input[position] = (
                     f"^{renamed[name]}" if output is None else (renamed[name] + suffix)
                 )
+    for name, call in renamed.items():  # a step may be run for the loop's effects, by name
+        graph_def.node.add(name=name, op="NoOp", input=[f"^{call}"])
     return {name: source for name, source in found.items() if source not in found}
 
 
 def _call_body(
-    graph_def: GraphDef, node: NodeDef, functions: Mapping[str, Any], elements: list[str] | None
+    graph_def: GraphDef,
+    node: NodeDef,
+    name: str,
+    functions: Mapping[str, Any],
+    elements: list[str] | None,
 ) -> list[str]:
-    """Makes the loop a call of its body, for `elements` (new inputs where there are none); gives
-    the elements it makes itself, where it is a ScanDataset."""
+    """Makes the loop a call of its body with that name, for `elements` (new inputs where there are
+    none); gives the elements it makes itself, where it is a ScanDataset."""
     body = functions[node.attr["f"].func.name]
     states, others = len(node.attr["Tstate"].list.type), len(node.attr["Targuments"].list.type)
     data = [text for text in node.input if not text.startswith("^")]
@@ -504,7 +513,7 @@ def _call_body(
                 element.attr["shape"].shape.CopyFrom(known[0])
             elements.append(element.name)
     function = node.attr["f"].func.name
-    node.name = f"{node.name}/{DATASET_LOOP}"
+    node.name = name
     node.op = "StatefulPartitionedCall"
     del node.input[:]
     node.input.extend([*data[1 : 1 + states], *elements, *data[1 + states :], *control])

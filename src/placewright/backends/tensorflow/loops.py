@@ -38,6 +38,10 @@ _PASSES = frozenset(["Identity", "Switch", "StopGradient", "Cast", "EnsureShape"
 _MOST_ELEMENTS = 1000
 """Constants larger than this are no limits of loops."""
 
+DATASET = "dataset"
+"""Source of the iterations of a loop over a dataset, one of which is a step: all of them would take
+the same placement, and what devices send each other would have to be counted as often."""
+
 Stack = tuple[str, ...]
 """The loops that a node is in, outermost first."""
 
@@ -63,7 +67,9 @@ def counts_of(
     nodes: Sequence[NodeDef], stacks: Sequence[Stack], loops: Sequence[Loop]
 ) -> list[int]:
     """[N] how often each node runs in a step."""
-    iterations = {loop.name: max(loop.iterations or 1, 1) for loop in loops}
+    iterations = {
+        loop.name: 1 if loop.source == DATASET else max(loop.iterations or 1, 1) for loop in loops
+    }
     counts = []
     for node, stack in zip(nodes, stacks, strict=True):
         # A value enters and leaves once, however often the loop goes round.
@@ -73,26 +79,33 @@ def counts_of(
 
 
 def loop_stacks(
-    nodes: Sequence[NodeDef], sources: Sequence[Sequence[int]], order: Sequence[int]
+    flat: FlatGraph, sources: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[Stack]:
     """[N] the loops each node is in. A value is in a loop from its Enter to its Exit, both
     included."""
+    nodes = flat.nodes
     stacks: list[Stack] = [()] * len(nodes)
     inside: list[Stack] = [()] * len(nodes)
     for i in order:
         node = nodes[i]
-        stack = max((inside[source] for source in sources[i]), key=len, default=())
+        frames = max((inside[source] for source in sources[i]), key=len, default=())
         if node.op in _ENTERS:
-            stack = (*stack, node.attr["frame_name"].s.decode())
-        elif not stack and DATASET_LOOP in node.name:
-            stack = (node.name.partition(f"/{DATASET_LOOP}")[0],)
-        stacks[i] = stack
-        inside[i] = stack[:-1] if node.op in _EXITS else stack
+            frames = (*frames, node.attr["frame_name"].s.decode())
+        stacks[i] = (*_dataset_loops(node.name, flat.dataset_loops), *frames)
+        inside[i] = frames[:-1] if node.op in _EXITS else frames
     return stacks
 
 
+def _dataset_loops(name: str, loops: Sequence[str]) -> Stack:
+    """The loops over datasets that a node is in. They have no frames, but the names of their ops
+    tell (with `Func/` in front for what inlining adds)."""
+    own = name.removeprefix("Func/")
+    inside = [loop for loop in loops if own.startswith(f"{loop}/{DATASET_LOOP}/")]
+    return tuple(sorted(inside, key=len))
+
+
 def _by_loop(names: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
-    result = {}
+    result: dict[str, int] = {}
     for pattern, iterations in given.items():
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
             raise ModelError(f"loops: {pattern!r} must be a whole number from 1, not {iterations}")
@@ -109,7 +122,15 @@ def _by_loop(names: Sequence[str], given: Mapping[str, int]) -> dict[str, int]:
 
 def _ask(loops: Sequence[Loop], stacks: Sequence[Stack]) -> None:
     for loop in loops:
-        if loop.iterations is None:
+        if loop.source == DATASET:
+            log.warning(
+                "loop %r goes over a dataset%s: a step is one iteration of it; say loops={%r: N} "
+                "to count N of them, all on one device",
+                loop.name,
+                "" if loop.iterations is None else f" of {loop.iterations} elements",
+                loop.name,
+            )
+        elif loop.iterations is None:
             ops = sum(loop.name in stack for stack in stacks)
             log.warning(
                 "it is not known how often loop %r (%d ops) runs, so that it counts as one "
@@ -151,8 +172,8 @@ class _Counter:
         self._found: dict[str, tuple[int | None, str]] = {
             name: (iterations, "user") for name, iterations in given.items()
         }
-        for name, iterations in flat.dataset_sizes.items():
-            self._found.setdefault(name, (iterations, "shape"))
+        for name in flat.dataset_loops:
+            self._found.setdefault(name, (flat.dataset_sizes.get(name), DATASET))
         self._values: dict[str, _Known | None] = {}
 
     def iterations(self, loop: str) -> tuple[int | None, str]:
@@ -338,7 +359,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], float]] = {
 }  # fmt: skip
 """Iterations of a counter that has this distance to its limit, by steps of that size."""
 
-_MIRRORED = {
+_MIRRORED: Mapping[Callable[[float, float], float], Callable[[float, float], float]] = {
     _below: _above, _above: _below, _up_to: _down_to, _down_to: _up_to, _until: _until,
 }  # fmt: skip
 

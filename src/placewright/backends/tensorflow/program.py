@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from placewright.backends.base import Input
 from placewright.backends.tensorflow._tf import GraphDef, NodeDef, op_def, tf
 from placewright.backends.tensorflow.convert import VARIABLES
 from placewright.backends.tensorflow.graphdef import FlatGraph, op_name
@@ -15,16 +17,8 @@ from placewright.errors import ModelError
 from placewright.graph import Graph
 
 
-class Input(NamedTuple):
-    """What a step must be fed with."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class TensorFlowProgram:
     """A `Graph` and what it takes to run it. The nodes have the names of the graph's ops."""
 
     graph: Graph
@@ -39,12 +33,18 @@ class Program:
     """Tensors that a step returns, such as the loss."""
     initializers: Mapping[str, str]
     """Op that owns a variable -> op that sets its first value."""
+    backend: str = "tensorflow"
 
 
-def make_program(step: Step) -> Program:
+def make_program(step: Step) -> TensorFlowProgram:
     original = tf.compat.v1.GraphDef()
     original.CopyFrom(step.graph_def)  # flattening throws away the initialisers
     flat = step.flat()
+    if flat.dataset_loops:
+        raise ModelError(
+            f"the step goes over a dataset ({flat.dataset_loops[0]!r}), so that it can be placed "
+            "but not run; give the function of one iteration to measure placements"
+        )
     graph = step.convert(flat)
     program = tf.compat.v1.GraphDef()
     if flat.library is not None:
@@ -56,12 +56,16 @@ def make_program(step: Step) -> Program:
     for node in flat.nodes:
         _add(program, node)
     _check_iterators(flat.nodes)
-    initializers = _add_initializers(program, flat, original)
+    # The optimizer's state is not drawn: much of it must not be negative.
+    parameters = {
+        name for name, size in zip(graph.op_names, graph.param_bytes, strict=True) if size
+    }
+    initializers = _add_initializers(program, flat, original, parameters)
     read = {op_name(text) for node in flat.nodes for text in node.input}
     names = {node.name for node in flat.nodes}
     fetched = [op_name(fetch) for fetch in step.fetches]
     results = tuple(result for result in step.roles.results if op_name(result) in names)
-    return Program(
+    return TensorFlowProgram(
         graph=graph,
         graph_def=program.SerializeToString(),
         inputs=tuple(
@@ -117,11 +121,13 @@ _NOT_A_START = frozenset(["Placeholder", "PlaceholderWithDefault", "RestoreV2", 
 """What a first value must not depend on: inputs, and checkpoints that are not there."""
 
 
-def _add_initializers(program: GraphDef, flat: FlatGraph, original: GraphDef) -> dict[str, str]:
+def _add_initializers(
+    program: GraphDef, flat: FlatGraph, original: GraphDef, parameters: Collection[str]
+) -> dict[str, str]:
     """Adds to the program what sets the first value of each variable; gives the ops that do.
 
     That is the model's own initialiser where the graph has one. A SavedModel or a traced function
-    has none: its variables are filled with a small number, which takes a step as long.
+    has none: its weights are drawn at random, and its other variables filled with a small number.
     """
     nodes = {node.name: node for node in original.node}
     there = {node.name for node in flat.nodes}
@@ -144,7 +150,7 @@ def _add_initializers(program: GraphDef, flat: FlatGraph, original: GraphDef) ->
                 result[node.name] = candidate
                 break
         else:
-            result[node.name] = _fill(program, node)
+            result[node.name] = _fill(program, node, draw=node.name in parameters)
     return result
 
 
@@ -165,7 +171,7 @@ def _first_value(assign: str, variable: str, nodes: Mapping[str, NodeDef]) -> li
     return list(needed)
 
 
-def _fill(program: GraphDef, variable: NodeDef) -> str:
+def _fill(program: GraphDef, variable: NodeDef, *, draw: bool) -> str:
     dtype = tf.dtypes.as_dtype(variable.attr["dtype"].type)
     shape = tf.TensorShape(variable.attr["shape"].shape)
     if not shape.is_fully_defined():
@@ -173,12 +179,27 @@ def _fill(program: GraphDef, variable: NodeDef) -> str:
             f"variable {variable.name!r} has the shape {shape}, so it cannot be given a first value"
         )
     prefix = f"{variable.name}/first_value"
-    value = 0.01 if dtype.is_floating or dtype.is_complex else "" if dtype == tf.string else 0
-    size = _constant(program, f"{prefix}/shape", shape.as_list(), tf.int32)
+    sizes = shape.as_list()
+    size = _constant(program, f"{prefix}/shape", sizes, tf.int32)
+    drawn = draw and dtype.is_floating and len(sizes) > 1
+    if drawn:
+        # Weights that are all equal make gradients that are next to nothing, and processors take
+        # ten times as long for numbers that small.
+        value = 1.0 / max(1.0, math.prod(sizes[:-1])) ** 0.5
+        numbers = program.node.add(name=f"{prefix}/draw", op="TruncatedNormal", input=[size])
+        numbers.attr["dtype"].type = dtype.as_datatype_enum
+        numbers.attr["T"].type = tf.int32.as_datatype_enum
+        numbers.attr["seed"].i = 1
+        numbers.attr["seed2"].i = zlib.crc32(variable.name.encode())
+        first, op = str(numbers.name), "Mul"
+    else:
+        value = 0.01 if dtype.is_floating or dtype.is_complex else "" if dtype == tf.string else 0
+        first, op = size, "Fill"
     scalar = _constant(program, f"{prefix}/scalar", value, dtype)
-    fill = program.node.add(name=prefix, op="Fill", input=[size, scalar])
+    fill = program.node.add(name=prefix, op=op, input=[first, scalar])
     fill.attr["T"].type = dtype.as_datatype_enum
-    fill.attr["index_type"].type = tf.int32.as_datatype_enum
+    if not drawn:
+        fill.attr["index_type"].type = tf.int32.as_datatype_enum
     assign = program.node.add(
         name=f"{prefix}/assign", op=_ASSIGNS[variable.op], input=[variable.name, prefix]
     )

@@ -31,7 +31,7 @@ _MATMUL = _names("""
     XlaEinsum _FusedMatMul
 """)
 
-_CONV = re.compile(r"^_?(Fused)?(Depthwise)?Conv[23]d?", re.IGNORECASE)
+_CONV = re.compile(r"^_?(Fused)?Conv[23]d", re.IGNORECASE)
 
 _GATHERS = _names("Gather GatherV2 GatherNd ResourceGather ResourceGatherNd")
 """Read the rows that they return."""
@@ -56,6 +56,8 @@ def work_of(op_type: str) -> Work:
         return Work.NONE
     if op_type in _MATMUL:
         return Work.MATMUL
+    if op_type.startswith("DepthwiseConv"):
+        return Work.DEPTHWISE
     if _CONV.match(op_type):
         return Work.CONV
     if op_type in _GATHERS or _SCATTERS.match(op_type) or _SPARSE_APPLY.match(op_type):
@@ -65,7 +67,11 @@ def work_of(op_type: str) -> Work:
     return Work.MEMORY
 
 
-def moved_bytes(op_type: str, inputs: Sequence[int], outputs: Sequence[int]) -> int | None:
+def moved_bytes(
+    op_type: str,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+) -> int | None:
     """Bytes an op reads and writes, from those of its inputs and outputs; None for all of them."""
     made = sum(outputs)
     if op_type in _FILLS:
@@ -81,8 +87,10 @@ def moved_bytes(op_type: str, inputs: Sequence[int], outputs: Sequence[int]) -> 
         # variable and of each slot are read and written.
         handles = sum(size == _HANDLE_BYTES for size in inputs)
         return (1 + 2 * handles) * max(inputs, default=0)
-    if op_type in ("TensorListFromTensor",):
+    if op_type == "TensorListFromTensor":
         return 2 * sum(inputs)
+    if op_type == "StridedSliceGrad":
+        return 4 * (made + sum(inputs))  # zeros first, then element by element
     return None
 
 
