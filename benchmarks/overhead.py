@@ -38,8 +38,8 @@ OPS_EACH = 1.7
 """Ops that the host thread issues eagerly for an op of the graph: modules, autograd's own nodes,
 gradients that are added up."""
 OPS_A_VARIABLE = 4.2
-"""The same for each variable: its gradient is kept and set to zero, the optimizer's lists of tensors
-are made, and it goes through these in 12 passes."""
+"""The same for each variable: its gradient is kept and set to zero, the optimizer makes lists of
+tensors and goes through these in 12 passes."""
 KERNEL_A_TIME_STEP = 0.4
 """A step of a recurrent layer against a kernel like the others, forward or back."""
 

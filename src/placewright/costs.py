@@ -188,12 +188,12 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     Measured numbers in `tables` (later ones win) go before those in the graph, and both before the
     roofline estimate.
     """
-    known = {name for kind in cluster.kinds for name in (kind.type, kind.name)}
-    unused = sorted(set(graph.measured_seconds) - known)
+    names = {name for kind in cluster.kinds for name in (kind.type, kind.name)}
+    unused = sorted(set(graph.measured_seconds) - names)
     if unused:
         logger.warning(
             "graph %r has seconds for %s, of which cluster %r has none; it has %s",
-            graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(known)),
+            graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(names)),
         )  # fmt: skip
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
     overhead = np.zeros(seconds.shape)

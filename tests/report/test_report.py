@@ -68,9 +68,10 @@ def test_the_answer_is_one_sentence(run_directory: Path) -> None:
 
 def test_explanation_names_devices_parallelism_and_transfers(run_directory: Path) -> None:
     sections = dict(explain(read_run(run_directory)))
-    assert list(sections)[:5] == [
+    assert list(sections)[:6] == [
         "The answer",
         "Where the groups sit",
+        "What the step is made of",
         "What runs at the same time",
         "What is sent",
         "What the step waits for",

@@ -380,9 +380,9 @@ def simulate(
     free = scratch.free[0]
     contention = tables.contention
     # Only ops below this are issued; where no thread issues them in order, that is all.
-    next_issue = num_ops
-    dispatched = num_ops
-    blocking = num_ops
+    next_issue: Any = num_ops
+    dispatched: Any = num_ops
+    blocking: Any = num_ops
 
     while True:
         row = _take(next_row)

@@ -448,11 +448,12 @@ def _device_parts(
     parts = []
     for number, device in enumerate(problem.cluster.devices):
         mine, slots = op_device == number, device.kind.slots
-        totals = [
+        compute, issued, waited = (
             float(part[mine].sum()) / slots
             for part in (length - overhead, overhead + issuing, waiting)
-        ]
-        parts.append(Parts(*totals, max(recording.step_seconds - sum(totals), 0.0)))
+        )
+        idle = max(recording.step_seconds - compute - issued - waited, 0.0)
+        parts.append(Parts(compute, issued, waited, idle))
     return tuple(parts)
 
 
