@@ -26,7 +26,7 @@ from placewright.cluster import Cluster
 from placewright.costs import estimate_costs
 from placewright.graph import Graph, Work, frozen
 from placewright.placement import Placement
-from placewright.problem import make_problem
+from placewright.problem import ProblemConfig, make_problem
 from placewright.simulator import Simulator, Timeline
 
 BATCH = 32
@@ -106,7 +106,9 @@ def predicted(graph: Graph, mode: str) -> Timeline:
     costs = estimate_costs(graph, cluster)
     own = np.where(np.isnan(seconds), costs.op_seconds, seconds)
     costs = dataclasses.replace(costs, op_seconds=frozen(own))
-    problem = dataclasses.replace(make_problem(graph, cluster, target_groups=1), costs=costs)
+    problem = dataclasses.replace(
+        make_problem(graph, cluster, ProblemConfig(groups=1)), costs=costs
+    )
     gpu = cluster.device_number("gpu:0")
     return Simulator(problem).timeline(Placement.of(problem, [gpu] * problem.num_groups))
 

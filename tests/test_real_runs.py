@@ -223,7 +223,7 @@ def test_what_was_measured_counts_in_the_simulator(problem: Problem) -> None:
     told: list[Trial] = []
     placers = registry.make(["expert", "local-search"], problem)
     for placer in placers:
-        placer.tell = told.extend  # type: ignore[method-assign]
+        placer.tell = told.extend  # type: ignore[method-assign,assignment]
     search(placers[:1], SimulatedEvaluator(problem), Budget(trials=10), journal=best)
     # It is told of what was measured, and that is also what its own proposal is answered with.
     assert [trial.measurement.mean_seconds for trial in told] == [200.0, 200.0]
@@ -321,7 +321,7 @@ def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:
     assert wanted_in(SearchConfig(), tmp_path) == "measure"
     for wanted in ("simulate", "simulate+measure"):
         with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
-            wanted_in(SearchConfig(evaluate=wanted), tmp_path)  # type: ignore[arg-type]
+            wanted_in(SearchConfig(evaluate=wanted), tmp_path)
     with pytest.raises(SearchError, match="began with measure; it cannot go on with simulate"):
         place(problem, trials=9, directory=tmp_path, evaluate="simulate")
     (tmp_path / "run.json").unlink()

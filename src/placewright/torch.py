@@ -225,7 +225,7 @@ def _size(name: str, size: int | str) -> int:
 
 def explain_memory(problem: Problem) -> str:
     """Which parameters and activations are too large together."""
-    from placewright.simulator.engine import format_bytes
+    from placewright.units import format_bytes
 
     graph = problem.graph
     resident = graph.resident_bytes
