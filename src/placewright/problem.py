@@ -16,8 +16,23 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs, estimate_costs
 from placewright.errors import CostsError, PlacementError
 from placewright.files import read_json, write_json
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule, frozen
-from placewright.grouping import Grouping, by_together, default_rules, group, matching_groups
+from placewright.graph import (
+    BoolArray,
+    FloatArray,
+    Graph,
+    IndexArray,
+    IntArray,
+    ScopeRule,
+    frozen,
+)
+from placewright.grouping import (
+    Grouping,
+    by_colocation,
+    by_together,
+    default_rules,
+    group,
+    matching_groups,
+)
 
 FORMAT = "placewright-problem/1"
 
@@ -35,6 +50,9 @@ class Problem:
     costs: Costs
     forbidden: BoolArray = field(default_factory=lambda: frozen(np.zeros((0, 0), dtype=np.bool_)))
     """[G, D] devices the user does not want a group on; empty for none."""
+    units: Grouping | None = None
+    """The smallest sets of ops that may be placed separately, where there is more to it than
+    co-location: what the user wants together. Every group is made of whole units."""
 
     def __post_init__(self) -> None:
         if len(self.grouping.group_of) != self.graph.num_ops:
@@ -80,6 +98,33 @@ class Problem:
             else:
                 reasons.append(f"{device.name} is ruled out by a constraint")
         return "; ".join(dict.fromkeys(reasons))
+
+    @cached_property
+    def refined(self) -> Problem:
+        """The same problem with the finest groups there can be: ops that must be together. Itself
+        where its groups are as fine already."""
+        units = self.units or group(self.graph, (by_colocation,))
+        if units.num_groups == self.num_groups:
+            return self
+        forbidden = self.forbidden
+        if forbidden.size:
+            forbidden = frozen(forbidden[self._group_of_unit(units)])
+        return Problem(
+            graph=self.graph,
+            grouping=units,
+            cluster=self.cluster,
+            costs=self.costs,
+            forbidden=forbidden,
+        )
+
+    def lifted(self, devices: IndexArray) -> IndexArray:
+        """[units] devices of the refined problem that put every op where these [G] put it."""
+        return np.asarray(devices[self._group_of_unit(self.refined.grouping)], dtype=np.int32)
+
+    def _group_of_unit(self, units: Grouping) -> IndexArray:
+        result = np.zeros(units.num_groups, dtype=np.int32)
+        result[units.group_of] = self.grouping.group_of
+        return result
 
     @property
     def num_groups(self) -> int:
