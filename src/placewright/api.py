@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from placewright import methods as registry
+from placewright import op_stage
 from placewright._version import VERSION
 from placewright.backends import load
 from placewright.cluster import Cluster
@@ -23,13 +26,27 @@ from placewright.graph import Graph
 from placewright.journal import Journal
 from placewright.measurement import Trial
 from placewright.placement import Placement
+from placewright.placers.base import Placer
+from placewright.placers.heft import heft
+from placewright.placers.single_device import single_device
 from placewright.problem import Constraints, Problem, make_problem
-from placewright.search import Budget, MethodResult, Progress, better, parse_duration, search
+from placewright.search import (
+    Budget,
+    MethodResult,
+    Progress,
+    Record,
+    better,
+    parse_duration,
+    search,
+)
 from placewright.simulator import Simulator, lower_bounds
+from placewright.stopping import Stopped, Worker, never
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
     from placewright.distributed.team import Team
+
+_R = TypeVar("_R")
 
 How = Literal["simulate", "measure", "simulate+measure"]
 """How the placements of a run are tried; the times in its journal are of one kind."""
@@ -68,6 +85,34 @@ class Result:
     """What was found out about the costs on the way, where that was."""
     comparisons: tuple[Comparison, ...] = ()
     """The answer against the best single device and the expert's placement, measured in turns."""
+    references: tuple[Trial, ...] = ()
+    """What `single` and `heft` find, where no method of the search is called so: simulated besides,
+    to compare the answer with."""
+    proven: bool = False
+    """Whether the search ended because the best is proven to be optimal."""
+
+    @property
+    def placed(self) -> Problem:
+        """The problem that the best placement is of: the one that was searched by groups, or the
+        same op by op."""
+        if self.best is None or self.best.placement.problem == self.problem.fingerprint:
+            return self.problem
+        return self.problem.refined
+
+    @property
+    def gain_over_groups(self) -> float | None:
+        """How many times as fast the answer is as the best that was found by groups; None where it
+        is by groups itself, or none of those ran."""
+        if self.best is None or self.placed is self.problem:
+            return None
+        found = [m.best for m in self.methods if m.best is not None and m.best.measurement.ok]
+        found += [trial for trial in self.references if trial.measurement.ok]
+        by_groups = [
+            trial.measurement.mean_seconds
+            for trial in found
+            if trial.placement.problem == self.problem.fingerprint
+        ]
+        return min(by_groups) / self.step_seconds if by_groups and self.step_seconds else None
 
     @property
     def placement(self) -> Placement:
@@ -88,10 +133,9 @@ class Result:
     @property
     def best_single(self) -> Trial | None:
         """The fastest placement with everything on one device, where that was tried and ran."""
-        for result in self.methods:
-            if result.method == "single" and result.best is not None and result.best.measurement.ok:
-                return result.best
-        return None
+        found = [result.best for result in self.methods if result.method == "single"]
+        found += [trial for trial in self.references if trial.placer == "single"]
+        return next((trial for trial in found if trial is not None and trial.measurement.ok), None)
 
     @property
     def speed_up(self) -> float | None:
@@ -129,7 +173,7 @@ class Result:
     def placement_by_op(self) -> dict[str, str]:
         """Op name -> device name of the best placement."""
         names = self.problem.cluster.device_names
-        devices = self.placement.devices[self.problem.grouping.group_of].tolist()
+        devices = self.placement.devices[self.placed.grouping.group_of].tolist()
         return {
             op: names[device]
             for op, device in zip(self.problem.graph.op_names, devices, strict=True)
@@ -176,6 +220,19 @@ class Result:
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
             "speed_up_over_single": self.speed_up,
+            "placed_by": "op" if self.placed is not self.problem else "group",
+            "gain_over_groups": self.gain_over_groups,
+            "proven": self.proven,
+            "references": [
+                {
+                    "method": trial.placer,
+                    "step_seconds": trial.measurement.mean_seconds
+                    if trial.measurement.ok
+                    else None,
+                    "outcome": trial.measurement.outcome.value,
+                }
+                for trial in self.references
+            ],
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "trials": self.trials,
             "search_seconds": self.seconds,
@@ -192,11 +249,11 @@ class Result:
         if not (folder / PROBLEM_FILE).exists():
             self.problem.save(folder / PROBLEM_FILE)
         if self.best is not None:
-            self.best.placement.save(folder / "placement.json", self.problem)
-            under = self.problem
+            under = self.placed
+            self.best.placement.save(folder / "placement.json", under)
             if self.calibration is not None:
                 self.calibration.save(folder / COSTS_FILE, self.problem.graph)
-                under = self.calibration.problem(self.problem)
+                under = self.calibration.problem(under)
             placement = Placement.of(under, self.best.placement.devices)
             timeline = Simulator(under).timeline(placement)
             write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
@@ -264,6 +321,7 @@ def place(
         directory=directory,
         learner=learner,
         policy=policy,
+        op_level="auto" in method.split(","),
     )
     if directory is not None:
         result.save(directory)
@@ -280,16 +338,24 @@ def run(
     learner: Sequence[str] = (),
     policy: str | Path | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = never,
     evaluator: Evaluator | None = None,
     team: Team | None = None,
+    op_level: bool = False,
 ) -> Result:
     """Runs the methods one after another and gathers what they found.
 
     `evaluator` is what the placements are tried on: the simulator unless another one is given, or
-    a `team`, which also trains the learned methods where one process is not enough.
+    a `team`, which also trains the learned methods where one process is not enough. With `op_level`
+    a simulated search also places every op for itself (`op_stage`).
     """
-    bounds = lower_bounds(problem)
+    started = time.monotonic()
+    try:
+        bounds = _patiently(functools.partial(lower_bounds, problem), stop)
+    except Stopped:
+        return _nothing(problem, seed, time.monotonic() - started)
+    simulated = evaluator is None and team is None
+    by_ops = simulated and op_level and op_stage.is_worthwhile(problem)
     if bounds.forced_out_of_memory is not None:
         raise SearchError(bounds.forced_out_of_memory)
     measured = evaluator is not None
@@ -299,39 +365,116 @@ def run(
     if team is not None or (directory is not None and registry.has_learned(directory)):
         # What one process can compute in this time says nothing of many, nor of a run that goes on.
         methods = [str(name) for name in methods]
-    chosen = registry.make(
-        methods, problem, seed=seed, seconds=budget.seconds, trials=budget.trials,
-        learner=learner, policy=policy,
-        cheap=evaluator.cheap, noise=evaluator.noise,
-    )  # fmt: skip
-    if team is not None:
-        chosen = team.distributed(chosen)
-    if evaluator.cheap:
-        # The first evaluation compiles the simulator, which is nobody's search time.
-        evaluator.evaluate([Placement.of(problem, problem.allowed.argmax(axis=1))])
-    started = time.monotonic()
-    with open_journal(directory, problem, "measure" if measured else "simulate") as journal:
-        progress = search(
-            chosen, evaluator, budget, journal=journal, seed=seed, observe=observe, stop=stop,
-            directory=directory,
+
+    def made(limits: Budget) -> list[Placer]:
+        return registry.make(
+            methods, problem, seed=seed, seconds=limits.seconds, trials=limits.trials,
+            learner=learner, policy=policy, cheap=evaluator.cheap, noise=evaluator.noise,
         )  # fmt: skip
+
+    # The first evaluation compiles the simulator, which is nobody's search time.
+    references: tuple[Trial, ...] = ()
+    bound = 0.0 if measured else bounds.best
+    stage: op_stage.OpStage | None = None
+    parts: list[Progress] = []
+    chosen: list[Placer] = []
+    try:
+        if evaluator.cheap:
+            first = Placement.of(problem, problem.allowed.argmax(axis=1))
+            _patiently(functools.partial(evaluator.evaluate, [first]), stop)
+        if simulated:
+            references = _patiently(functools.partial(_references, problem, evaluator), stop)
+            if by_ops and problem.refined is not problem:
+                op_bounds = _patiently(functools.partial(lower_bounds, problem.refined), stop)
+        with open_journal(directory, problem, "measure" if measured else "simulate") as journal:
+            started = time.monotonic()
+            limits: Budget | None = budget
+            record: Record | None = journal
+            if by_ops:
+                if problem.refined is not problem:
+                    bound = op_bounds.best
+                stage = op_stage.OpStage(
+                    problem=problem, budget=budget, seed=seed, journal=journal, observe=observe,
+                    stop=stop, lower_bound_seconds=bound,
+                )  # fmt: skip
+                parts.append(stage.open())
+                known = [r.measurement.mean_seconds for r in references]
+                limits = stage.budget_for_groups(min(known, default=math.inf))
+                record = stage.record(stage.is_by_groups)
+            if limits is not None and not (by_ops and stop()):
+                chosen = _patiently(functools.partial(made, limits), stop)
+                if team is not None:
+                    chosen = team.distributed(chosen)
+                before = tuple(parts)
+                parts.append(
+                    search(
+                        chosen, evaluator, limits, journal=record, seed=seed, stop=stop,
+                        directory=directory,
+                        observe=lambda now: observe(op_stage.merged([*before, now], budget)),
+                        lower_bound_seconds=0.0 if measured else bounds.best,
+                    )
+                )  # fmt: skip
+            if stage is not None:
+                parts += filter(None, [stage.close(parts[1] if len(parts) > 1 else None)])
+    except Stopped:
+        if not parts:
+            return _nothing(problem, seed, time.monotonic() - started)
+    progress = op_stage.merged(parts, budget)
     best = None
     for result in progress.results():
         if result.best is not None and result.best.measurement.ok:
             best = better(best, result.best)
+    # What is proved of groups does not hold for single ops.
+    proved = [p.lower_bound_seconds for p in chosen] if stage is None or _alike(problem) else []
     return Result(
         problem=problem,
         best=best,
         methods=tuple(progress.results()),
-        lower_bound_seconds=0.0
-        if measured
-        else _best_bound([bounds.best, *(p.lower_bound_seconds for p in chosen)], best),
+        lower_bound_seconds=0.0 if measured else _best_bound([bound, *proved], best),
         seconds=time.monotonic() - started,
         seed=seed,
         interrupted=stop(),
         fault=progress.fault,
         measured=measured,
+        references=tuple(r for r in references if r.placer not in progress.trials_of),
+        proven=progress.proven,
     )
+
+
+def _alike(problem: Problem) -> bool:
+    return problem.refined is problem
+
+
+def _patiently(function: Callable[[], _R], stop: Callable[[], bool]) -> _R:
+    """Calls it so that it can be abandoned when `stop()` becomes true; raises `Stopped` then."""
+    if stop is never:
+        return function()
+    worker = Worker()
+    try:
+        return worker.run(function, stop)
+    finally:
+        worker.close()
+
+
+def _nothing(problem: Problem, seed: int, seconds: float) -> Result:
+    """Of a search that was stopped before it tried anything."""
+    return Result(
+        problem=problem, best=None, methods=(), lower_bound_seconds=0.0, seconds=seconds, seed=seed,
+        interrupted=True,
+    )  # fmt: skip
+
+
+def _references(problem: Problem, evaluator: Evaluator) -> tuple[Trial, ...]:
+    """The best of `single` and of `heft`. They take no time, and no answer means much without."""
+    found = []
+    for name, function in (("single", single_device), ("heft", heft)):
+        placements = function(problem)
+        best = None
+        for placement, measurement in zip(placements, evaluator.evaluate(placements), strict=True):
+            best = better(best, Trial(placement=placement, measurement=measurement, placer=name))
+        if best is not None:
+            found.append(best)
+    return tuple(found)
 
 
 @contextlib.contextmanager

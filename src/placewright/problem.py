@@ -151,6 +151,8 @@ class Problem:
             "costs": self.costs.to_json(self.graph),
             "forbidden": self.forbidden.tolist(),
         }
+        if self.units is not None:
+            document["units"] = self.units.to_json(self.graph)
         write_json(path, document, PlacementError)
 
     @staticmethod
@@ -175,6 +177,9 @@ class Problem:
             cluster=cluster_format.from_document(document.get("cluster"), where=where),
             costs=Costs.from_json(document.get("costs"), graph, where=where),
             forbidden=frozen(mask),
+            units=Grouping.from_json(document["units"], graph, where=where)
+            if "units" in document
+            else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -239,13 +244,15 @@ def make_problem(
     """Groups the graph by `scopes`, by its own rules or automatically, and estimates its costs."""
     constraints = constraints or Constraints()
     rules = default_rules(tuple(scopes) or graph.group_rules, target_groups)
-    grouping = group(graph, (*rules, *(by_together(pattern) for pattern in constraints.together)))
+    together = [by_together(pattern) for pattern in constraints.together]
+    grouping = group(graph, (*rules, *together))
     return Problem(
         graph=graph,
         grouping=grouping,
         cluster=cluster,
         costs=estimate_costs(graph, cluster, tables),
         forbidden=_forbidden(graph, grouping, cluster, constraints),
+        units=group(graph, (by_colocation, *together)) if together else None,
     )
 
 

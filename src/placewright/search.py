@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from placewright.errors import PlacementError, SearchError, WorkerError
 from placewright.evaluators.base import Evaluator
@@ -17,6 +17,9 @@ from placewright.measurement import Measurement, Trial
 from placewright.metrics import MetricsLog
 from placewright.placement import Placement
 from placewright.placers.base import Explorer, Placer
+from placewright.stopping import Stopped, Worker, never
+
+_R = TypeVar("_R")
 
 BATCH = 64
 """Placements asked for at a time: enough to keep all cores busy, few enough to stop at once."""
@@ -39,6 +42,14 @@ _CHECKPOINT_SECONDS = 10.0
 _MOST_REMEMBERED = 100_000
 """Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
 memory of a long search."""
+
+_MOST_REMEMBERED_BYTES = 256_000_000
+"""Likewise, of what their placements take: those of a graph placed op by op are long."""
+
+_STOPPED = "stopped while it was computing"
+
+_ROUNDING = 1e-9
+"""By what share a proven bound and a simulated step may differ and still be the same."""
 
 
 def parse_duration(text: str) -> float:
@@ -98,6 +109,8 @@ class Progress:
     """The last update of each method that learns."""
     fault: str = ""
     """What broke the measuring itself, where that ended the search."""
+    proven: bool = False
+    """Whether the best is proven to be optimal, which ended the search."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -147,7 +160,8 @@ def search(
     directory: str | Path | None = None,
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = never,
+    lower_bound_seconds: float = 0.0,
 ) -> Progress:
     """Runs the placers one after another, each until it has nothing left to propose.
 
@@ -160,8 +174,49 @@ def search(
 
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
+
+    The search ends early where no placement can be better than the best: its step takes no longer
+    than `lower_bound_seconds`, or than what a placer has proved, where times are exact.
+
+    A placer that computes when `stop()` becomes true has a few seconds to come to an end; after
+    that it is abandoned, and the search ends with what it has.
     """
+    worker = Worker()
+    try:
+        return _search(
+            placers, evaluator, budget, journal, directory, seed, observe, stop,
+            lower_bound_seconds, worker,
+        )  # fmt: skip
+    finally:
+        worker.close()
+
+
+def _search(
+    placers: Sequence[Placer],
+    evaluator: Evaluator,
+    budget: Budget,
+    journal: Record | None,
+    directory: str | Path | None,
+    seed: int,
+    observe: Callable[[Progress], None],
+    stop: Callable[[], bool],
+    lower_bound_seconds: float,
+    worker: Worker,
+) -> Progress:
+    exact = evaluator.cheap and not evaluator.noise
+
+    def patiently(function: Callable[[], _R]) -> _R:
+        return function() if stop is never else worker.run(function, stop)
+
+    def is_proven() -> bool:
+        bounds = [lower_bound_seconds, *(placer.lower_bound_seconds for placer in placers)]
+        best = math.inf if progress.best is None else progress.best.measurement.mean_seconds
+        return exact and max(bounds) > 0 and best <= max(bounds) * (1.0 + _ROUNDING)
+
     directory = None if directory is None else Path(directory)
+    long = max(1, 4 * evaluator.problem.num_groups)
+    most_remembered = max(100, min(_MOST_REMEMBERED, _MOST_REMEMBERED_BYTES // long))
+    most_told = min(_MOST_TOLD, most_remembered)
     known: dict[Placement, Measurement] = {}
     told: list[Trial] = []
     progress = Progress(budget=budget, started=time.monotonic())
@@ -177,6 +232,7 @@ def search(
         progress.seconds_of[trial.placer] += max(0.0, trial.at_seconds - earlier_seconds)
         earlier_seconds = max(earlier_seconds, trial.at_seconds)
     progress.resumed = len(told)
+    progress.proven = is_proven()
     for name, count in progress.trials_of.items():
         if not count:
             progress.why_not_of[name] = "the search was over before its turn"
@@ -196,7 +252,7 @@ def search(
     def out_of_budget() -> bool:
         spent = budget.seconds is not None and progress.elapsed_seconds >= budget.seconds
         used = budget.trials is not None and progress.trials >= budget.trials
-        return spent or used or bool(progress.fault) or stop()
+        return spent or used or bool(progress.fault) or stop() or progress.proven
 
     for number, placer in enumerate(placers):
         if out_of_budget():
@@ -213,13 +269,17 @@ def search(
             until_trials = progress.trials + math.ceil((budget.trials - progress.trials) * part)
         idle = 0
         progress.placer = placer.name
-        if told and placer.name not in restored:
-            placer.tell(told)
-        if since:
-            placer.tell(since)
+        earlier = [*(told if placer.name not in restored else ()), *since]
+        if earlier:
+            try:
+                patiently(functools.partial(placer.tell, earlier))
+            except Stopped:
+                progress.why_not_of[placer.name] = _STOPPED
+                break
         checkpointed = time.monotonic()
         while not (
             stop()
+            or progress.proven
             or progress.elapsed_seconds >= until_seconds
             or progress.trials >= until_trials
             or idle >= most_idle
@@ -228,10 +288,12 @@ def search(
             explored = []
             try:
                 if isinstance(placer, Explorer):
-                    explored = placer.explore(until_trials - progress.trials)
+                    most = until_trials - progress.trials
+                    explored = patiently(functools.partial(placer.explore, most))
                     asked = [placement for placement, _ in explored]
                 else:
-                    asked = placer.ask(int(min(batch, until_trials - progress.trials)))
+                    count = int(min(batch, until_trials - progress.trials))
+                    asked = patiently(functools.partial(placer.ask, count))
                 if not asked:
                     progress.seconds_of[placer.name] += time.monotonic() - batch_started
                     if isinstance(placer, Explorer) and not placer.finished:
@@ -244,6 +306,8 @@ def search(
                 idle = 0 if new else idle + len(asked)
                 known.update(explored)
                 measurements = [known[p] for p in new] if explored else evaluator.evaluate(new)
+            except Stopped:
+                break
             except WorkerError as fault:
                 if not progress.trials:
                     raise
@@ -266,7 +330,7 @@ def search(
             if len(new) < len(asked):
                 trial_of = {answer.placement: answer for answer in reversed(answers)}
                 trials = [trial_of[placement] for placement in new]
-            while len(known) > _MOST_REMEMBERED:
+            while len(known) > most_remembered:
                 del known[next(iter(known))]
             if journal is not None and trials:
                 journal.append(trials)
@@ -274,12 +338,16 @@ def search(
                 progress.count(trial)
             if number + 1 < len(placers):  # for those that come after
                 since += trials
-                if len(since) > 2 * _MOST_TOLD:
+                if len(since) > 2 * most_told:
                     since.sort(key=lambda trial: trial.measurement.mean_seconds)
-                    del since[_MOST_TOLD:]
+                    del since[most_told:]
             for answer in answers:
                 progress.best_of[placer.name] = better(progress.best_of.get(placer.name), answer)
-            placer.tell(answers)
+            try:
+                patiently(functools.partial(placer.tell, answers))
+            except Stopped:
+                break
+            progress.proven = is_proven()
             for record in placer.take_metrics():
                 progress.metrics_of[placer.name] = record
                 if metrics is not None:
@@ -289,11 +357,18 @@ def search(
                 checkpointed = time.monotonic()
             progress.seconds_of[placer.name] += time.monotonic() - batch_started
             observe(progress)
-        if directory is not None:
+        if directory is not None and not worker.abandoned:
             placer.checkpoint(directory)
         if isinstance(placer, Explorer):
             placer.close()
         progress.why_not_of[placer.name] = placer.why_not
+        if worker.abandoned:
+            progress.why_not_of[placer.name] = _STOPPED
+            break
+    if progress.proven:
+        for name, count in progress.trials_of.items():
+            if not count and name not in progress.best_of:
+                progress.why_not_of[name] = "not needed: what others found is proven to be optimal"
     if metrics is not None:
         metrics.close()
     return progress

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.05
 _R = TypeVar("_R")
 
 
-class Stopped(Exception):  # noqa: N818 - nothing went wrong
+class Stopped(Exception):
     """Work was given up because a stop was asked for. Searches end with what they have."""
 
 

@@ -100,8 +100,7 @@ class _Wires(NamedTuple):
     offsets: IndexArray
     """[D * D + 1] channels of each route."""
     channels: IndexArray
-    count: int
-    """How many channels there are."""
+    num_channels: int
 
 
 def _wires_of(problem: Problem) -> _Wires:
@@ -113,7 +112,7 @@ def _wires_of(problem: Problem) -> _Wires:
         gap=np.array(routes.gap_seconds),
         offsets=np.array(routes.offsets),
         channels=np.array(routes.channels),
-        count=len(routes.channel_names),
+        num_channels=len(routes.channel_names),
     )
 
 
@@ -140,7 +139,7 @@ def _begun(t: Tasks, w: _Wires) -> _Plan:
         np.zeros(n, np.bool_),
         np.zeros(n),
         np.full((w.items, devices), np.inf),
-        np.zeros(w.count),
+        np.zeros(w.num_channels),
     )
 
 
@@ -418,7 +417,7 @@ def _occupy(
     for s in range(len(slot_free)):
         if t.slot_device[s] == d:
             free[d] = min(free[d], slot_free[s])
-    return end
+    return float(end)
 
 
 @compiled

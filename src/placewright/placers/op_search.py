@@ -97,7 +97,7 @@ class OpSearch(Placer):
 
     def _is_near(self, known: _Known) -> bool:
         assert self._now is not None
-        return np.count_nonzero(known.devices != self._now.devices) <= _BATCH * _REACH
+        return int(np.count_nonzero(known.devices != self._now.devices)) <= _BATCH * _REACH
 
     def _drawn(self) -> IntArray:
         """[m, 2] moves that are near each other."""
@@ -110,14 +110,15 @@ class OpSearch(Placer):
         count = int(self._rng.exponential(_MEAN_MOVES))
         low, high = max(0, first - _REACH), min(len(self._moves), first + _REACH)
         others = self._rng.integers(low, high, size=count)
-        return self._moves[np.append(others, first)]
+        drawn: IntArray = self._moves[np.append(others, first)]
+        return drawn
 
     def _find_moves(self, devices: IndexArray) -> IntArray:
         step = self._simulator.record(devices)
         group_of = self.problem.grouping.group_of
         waiting, awaited, kind = _path(
-            step.op_start, step.op_end, step.op_ready, step.op_cause, step.op_before.astype(np.int64),
-            np.array(self._simulator.flow.use_producer),
+            step.op_start, step.op_end, step.op_ready, step.op_cause,
+            step.op_before.astype(np.int64), np.array(self._simulator.flow.use_producer),
         )  # fmt: skip
         later, earlier = group_of[waiting], group_of[awaited]
         sent, queued = kind == _TRANSFER, kind == _DEVICE
@@ -131,7 +132,8 @@ class OpSearch(Placer):
         moves = np.concatenate(parts).astype(np.int64)
         changes = devices[moves[:, 0]] != moves[:, 1]
         moves = moves[changes & self.problem.allowed[moves[:, 0], moves[:, 1]]]
-        return moves[np.argsort(moves[:, 0], kind="stable")]
+        result: IntArray = moves[np.argsort(moves[:, 0], kind="stable")]
+        return result
 
 
 class _Known:
