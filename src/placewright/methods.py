@@ -27,6 +27,7 @@ from placewright.placers.random_placement import RandomPlacement
 from placewright.placers.scotch import scotch
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem
+from placewright.room import policy_bytes, why_no_room
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,15 @@ def _learned(settings: Settings) -> Placer:
         if any(setting.strip().startswith("policy.") for setting in settings.learner):
             raise LearningError("--learner policy.* describes a new policy; --policy brings one")
     config = configured(preset, settings.learner)
+    reason = why_no_room(
+        policy_bytes(
+            groups=settings.problem.num_groups,
+            samples=config.samples,
+            hidden=config.policy.hidden,
+        )
+    )
+    if reason:
+        return _declined(settings, reason)
     learner = Learner(
         settings.problem,
         config,
@@ -163,13 +173,19 @@ def _learned(settings: Settings) -> Placer:
         part = settings.seconds * learner.part_beside_local_search
         if part < needs:
             budget = math.ceil(needs / learner.part_beside_local_search)
-            declined = OneShot(settings.name, settings.problem, lambda problem: ())
-            declined.why_not = (
+            return _declined(
+                settings,
                 f"left out: {LEAST_UPDATES} updates of its policy alone need some {needs:.2g} s "
-                f"here, its part would be {part:.2g} s; auto has it from some {budget} s on"
+                f"here, its part would be {part:.2g} s; auto has it from some {budget} s on",
             )
-            return declined
     return learner
+
+
+def _declined(settings: Settings, reason: str) -> Placer:
+    """A method that says why it proposes nothing."""
+    declined = OneShot(settings.name, settings.problem, lambda problem: ())
+    declined.why_not = reason
+    return declined
 
 
 def has_learned(directory: str | Path) -> bool:

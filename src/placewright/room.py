@@ -32,6 +32,14 @@ def why_no_room(needed_bytes: int) -> str:
     )
 
 
+def policy_bytes(*, groups: int, samples: int, hidden: int) -> int:
+    """What a learned method's update holds at its largest, by its attention above all: scores,
+    weights and their gradients for each sample and pair of groups, float32; besides those the
+    features of pairs of groups and the states of the two LSTMs."""
+    pairs = groups * groups
+    return 4 * (5 * samples * pairs + 12 * pairs + 24 * samples * groups * hidden)
+
+
 def _text(size: int) -> str:
     for scale, unit in ((1e9, "GB"), (1e6, "MB")):
         if size >= scale:

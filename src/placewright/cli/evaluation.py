@@ -159,6 +159,7 @@ def run(
     budget: Budget,
     *,
     team: Team | None = None,
+    op_level: bool = False,
     **options: Any,
 ) -> Result:
     """The search, tried in this way. A `team` has devices of its own, if it needs any."""
@@ -168,7 +169,7 @@ def run(
     from placewright.refine import refine
 
     if runner is None:
-        return api.run(problem, methods, budget, team=team, **options)
+        return api.run(problem, methods, budget, team=team, op_level=op_level, **options)
     if how == MEASURE:
         return search_measured(
             problem, MeasuredEvaluator(problem, runner), methods, budget, **options

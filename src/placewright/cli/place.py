@@ -137,6 +137,7 @@ def place(
     chosen = registry.parse(method)
     registry.check_learner(chosen, learner or (), policy)
     limits = _budget(budget, trials, "1m")
+    op_level = "auto" in method.split(",")
     team_config = distribution.configured(
         controllers, workers, ray_address, worker_resource, trial_timeout, max_staleness
     )
@@ -169,6 +170,7 @@ def place(
         result = evaluation.run(
             how, problem, runner, chosen, limits, seed=seed, directory=directory, observe=observe,
             stop=lambda: bool(stopped), learner=learner or (), policy=policy, team=team,
+            op_level=op_level,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
     result.save(directory, command=command)
@@ -260,7 +262,7 @@ def compare(
             with common.status(f"running {name} ..."):
                 result = api.run(
                     problem, chosen, limits, seed=seed, stop=lambda: bool(stopped),
-                    learner=learner or (), policy=policy,
+                    learner=learner or (), policy=policy, op_level="auto" in name.split(","),
                 )  # fmt: skip
             table.append(_as_one_row(name, result))
             bound = max(bound, result.lower_bound_seconds)
@@ -508,13 +510,22 @@ def _print_answer(result: Result, directory: str) -> None:
             say("one device is already best: nothing found is faster than not splitting at all")
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
-    for other in result.comparisons:
-        spread = "" if other.half_width is None else f" ± {other.half_width:.3f}"
-        say(f"in turns with {other.method}: {other.ratio:.3f}{spread} times as fast")
+    if result.gain_over_groups is not None and result.gain_over_groups > 1.02:
+        say(
+            f"placing op by op is {result.gain_over_groups:.2g} times as fast as the best by "
+            f"groups ({result.problem.num_groups:,} of them)"
+        )
+    for other in result.references:
+        if other.measurement.ok and other.measurement.mean_seconds < result.step_seconds:
+            seconds = common.format_seconds(other.measurement.mean_seconds)
+            say(f"{other.placer}, tried besides, is faster: {seconds}")
+    for turns in result.comparisons:
+        spread = "" if turns.half_width is None else f" ± {turns.half_width:.3f}"
+        say(f"in turns with {turns.method}: {turns.ratio:.3f}{spread} times as fast")
     bound = common.format_seconds(result.lower_bound_seconds)
     if result.measured:
         pass  # what is proven of the simulator is not of the machine
-    elif result.gap < 1e-6:
+    elif result.proven or result.gap < 1e-6:
         say("that is proven to be optimal (in the simulator)")
     else:
         say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
