@@ -239,25 +239,27 @@ class Result:
             "methods": self.table,
         }
 
-    def save(self, directory: str | Path, command: str = "") -> None:
-        """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
-        reports are made (the journal is there already when the search was given the directory), and
-        `costs.json` where costs were measured, under which the trace is then drawn."""
+    def save(self, directory: str | Path, command: str = "", *, trace: bool = True) -> None:
+        """Writes `placement.json`, `summary.json`, `trace.json` (if wanted) and `problem.json.gz`,
+        from which reports are made (the journal is there already when the search was given the
+        directory), and `costs.json` where costs were measured, under which the trace is drawn."""
         folder = Path(directory)
         check_directory(folder, self.problem)
         _make_directory(folder)
         if not (folder / PROBLEM_FILE).exists():
             self.problem.save(folder / PROBLEM_FILE)
         if self.best is not None:
-            under = self.placed
-            self.best.placement.save(folder / "placement.json", under)
+            self.best.placement.save(folder / "placement.json", self.placed)
             if self.calibration is not None:
                 self.calibration.save(folder / COSTS_FILE, self.problem.graph)
+        write_json(folder / "summary.json", self.summary(command), SearchError)
+        if self.best is not None and trace:
+            under = self.placed
+            if self.calibration is not None:
                 under = self.calibration.problem(under)
             placement = Placement.of(under, self.best.placement.devices)
             timeline = Simulator(under).timeline(placement)
             write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
-        write_json(folder / "summary.json", self.summary(command), SearchError)
 
 
 def row(result: MethodResult) -> dict[str, Any]:

@@ -143,6 +143,13 @@ class Placement:
             )
 
 
+def read_groups(path: str | Path) -> int:
+    """How many groups a placement file is about; 0 for a file that is none."""
+    document = read_json(path, PlacementError, what="placement")
+    groups = document.get("groups") if isinstance(document, dict) else None
+    return len(groups) if isinstance(groups, dict) else 0
+
+
 def read_ops(path: str | Path) -> dict[str, str]:
     """Op name -> device name of a placement file, as it stands there."""
     document = read_json(path, PlacementError, what="placement")

@@ -115,6 +115,7 @@ class Problem:
             cluster=self.cluster,
             costs=self.costs,
             forbidden=forbidden,
+            units=units,
         )
 
     def lifted(self, devices: IndexArray) -> IndexArray:

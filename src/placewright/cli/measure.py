@@ -81,7 +81,7 @@ def measure(
     problem = common.load_problem(
         program.graph, machine, group_by=group_by, groups=groups, together=together
     )
-    chosen = load_placement(problem, placement, device)
+    problem, chosen = load_placement(problem, placement, device)
     with (
         TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
         common.status("running ..."),

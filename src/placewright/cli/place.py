@@ -36,6 +36,9 @@ RESULT_FILES = (
     "report.html", "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
+_MOST_DRAWN = 10_000
+"""Ops of which a trace and a report are made within a second or two."""
+
 MethodOption = Annotated[
     str,
     typer.Option(
@@ -173,7 +176,9 @@ def place(
             op_level=op_level,
         )  # fmt: skip
     command = shlex.join(["placewright", *sys.argv[1:]])
-    result.save(directory, command=command)
+    # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
+    brief = result.interrupted and problem.graph.num_ops > _MOST_DRAWN
+    result.save(directory, command=command, trace=not brief)
     if result.interrupted and not result.trials and not as_json:
         common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
         raise typer.Exit(130)
@@ -182,7 +187,12 @@ def place(
     else:
         _print_table(problem, result.table, result.best_single)
         _print_answer(result, directory)
-    if html:
+    if brief:
+        common.console.print(
+            f"stopped: no trace and no report; placewright report {common.escaped(directory)} "
+            "makes the report"
+        )
+    elif html:
         # After the answer, which nobody should have to wait for.
         page = write_beside(directory, result)
         if not as_json:

@@ -65,7 +65,7 @@ def simulate(
     problem = common.load_problem(
         graph, machine, group_by=group_by, groups=groups, together=together, costs=costs
     )
-    chosen = load_placement(problem, placement, device)
+    problem, chosen = load_placement(problem, placement, device)
     with common.status("simulating ..."):
         facts = _facts(problem, chosen, trace)
     if as_json:
@@ -78,14 +78,20 @@ def simulate(
         raise typer.Exit(1)
 
 
-def load_placement(problem: Problem, path: str | None, device: str | None) -> Placement:
-    from placewright.placement import Placement
+def load_placement(
+    problem: Problem, path: str | None, device: str | None
+) -> tuple[Problem, Placement]:
+    """A placement, and the problem it is of: the one given, or the same op by op."""
+    from placewright.placement import Placement, read_groups
 
     if path is not None:
-        return Placement.load(path, problem)
+        groups = read_groups(path)
+        by_op = groups != problem.num_groups and groups == problem.refined.num_groups
+        problem = problem.refined if by_op else problem
+        return problem, Placement.load(path, problem)
     assert device is not None
     number = problem.cluster.device_number(device)
-    return Placement.of(problem, np.full(problem.num_groups, number, dtype=np.int32))
+    return problem, Placement.of(problem, np.full(problem.num_groups, number, dtype=np.int32))
 
 
 def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[str, Any]:
