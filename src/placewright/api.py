@@ -351,6 +351,7 @@ def run(
     a `team`, which also trains the learned methods where one process is not enough. With `op_level`
     a simulated search also places every op for itself (`op_stage`).
     """
+    registry.check_seed(seed)
     started = time.monotonic()
     try:
         bounds = _patiently(functools.partial(lower_bounds, problem), stop)

@@ -317,6 +317,11 @@ def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [n for n in names if there[n]], [n for n in names if not there[n]]
 
 
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**31:  # what all the libraries take
+        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
+
+
 def make(
     names: Sequence[str],
     problem: Problem,
@@ -330,8 +335,7 @@ def make(
     noise: float = 0.0,
 ) -> list[Placer]:
     """The placers of these names, in order."""
-    if not 0 <= seed < 2**31:  # what all the libraries take
-        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
+    check_seed(seed)
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials,
         learner=tuple(learner), policy=policy, cheap=cheap, noise=noise,

@@ -516,7 +516,9 @@ def _print_answer(result: Result, directory: str) -> None:
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
             say(f"{result.speed_up:.2f} times as fast as the best single device")
-        elif any(entry.best and entry.method != "single" for entry in result.methods):
+        elif result.proven or any(
+            entry.best and entry.method != "single" for entry in result.methods
+        ):
             say("one device is already best: nothing found is faster than not splitting at all")
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
