@@ -27,13 +27,13 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration
 from placewright import methods as registry
 from placewright.api import run
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
-from placewright.calibration import Fidelity, everything_on, varied_placements
+from placewright.calibration import Fidelity, varied_placements
 from placewright.cluster import Cluster
 from placewright.grouping import by_colocation, by_gradient, group
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
+from placewright.placers.heft import heft
 from placewright.problem import Problem, make_problem
 from placewright.search import Budget
 
@@ -77,7 +77,7 @@ def check(
             *(of_sets(p, problem, sets) for p in varied_placements(problem, fit // 2)),
             *varied_placements(sets, fit - fit // 2),
         ]
-        found = calibration.calibrate(sets, runner, varied)
+        found = calibration.calibrate(sets, runner, varied, propose=heft)
         problem, sets = found.problem(problem), found.problem(sets)
         singles = [everything_on(sets, device) for device in range(sets.num_devices)]
         kinds = fresh(problem, sets, count, [*found.fitted_to, *singles])

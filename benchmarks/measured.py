@@ -25,8 +25,7 @@ from benchmarks.common import MODELS, Row, made_by, markdown, marked, merge_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import methods as registry
 from placewright.api import Result
-from placewright.backends import load_program
-from placewright.backends.tensorflow.program import Program
+from placewright.backends import Program, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.calibration import varied_placements
 from placewright.cluster import Cluster

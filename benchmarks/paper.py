@@ -59,8 +59,7 @@ from benchmarks.common import RESULTS as ALL_RESULTS
 from benchmarks.placers import found_row, seconds_text
 from placewright import load, make_problem, methods
 from placewright._version import VERSION
-from placewright.backends import load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig, load_program
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator

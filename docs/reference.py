@@ -105,9 +105,10 @@ def settings(path: str) -> str:
 
 def field_docs(config: type) -> dict[str, str]:
     """The string under each field of a class; Python itself forgets them."""
+    inherited = [base for base in config.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in inherited for name, text in field_docs(base).items()}
     (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(config))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for entry, after in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
             text = ""

@@ -19,7 +19,7 @@ from benchmarks.common import (
     read_csv,
     side_by_side,
 )
-from placewright.backends.config import RunConfig
+from placewright.backends import RunConfig
 from placewright.cluster import Cluster
 from placewright.placement import Placement
 from placewright.problem import make_problem

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run, Trace
 from placewright.calibration import (
     Calibration,
     Correction,
@@ -19,7 +19,6 @@ from placewright.calibration import (
     calibrated_cluster,
     check,
     corrected,
-    everything_on,
     fidelity,
     fit,
     op_table,
@@ -30,7 +29,7 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs, Source
 from placewright.errors import CostsError
 from placewright.measurement import Measurement, Outcome
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.problem import Problem, make_problem
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
@@ -119,12 +118,21 @@ def run(problem: Problem, seconds: float, share: float, device: int = 0) -> Run:
     names = problem.graph.op_names
     return Run(
         measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds, seconds)),
-        trace={
-            "ops": dict.fromkeys(names, share * seconds / problem.graph.num_ops),
-            "devices": dict.fromkeys(names, device),
-            "transfers": [],
-        },
+        trace=Trace(
+            op_seconds=dict.fromkeys(names, share * seconds / problem.graph.num_ops),
+            device_of=dict.fromkeys(names, device),
+        ),
     )
+
+
+def without(run: Run, missing: Sequence[str]) -> Run:
+    """The same run, whose trace lacks some ops."""
+    assert run.trace is not None
+    trace = Trace(
+        op_seconds={n: s for n, s in run.trace.op_seconds.items() if n not in missing},
+        device_of={n: d for n, d in run.trace.device_of.items() if n not in missing},
+    )
+    return dataclasses.replace(run, trace=trace)
 
 
 @pytest.mark.parametrize("share", [0.5, 2.0])
@@ -138,8 +146,7 @@ def test_devices_of_a_kind_are_averaged(problem: Problem) -> None:
     # The first device's trace lacks one op, which must not be taken for the whole second step.
     first, second = run(problem, 0.3, 0.5), run(problem, 0.5, 0.5, device=1)
     missing = problem.graph.op_names[7]
-    assert first.trace is not None
-    del first.trace["ops"][missing], first.trace["devices"][missing]
+    first = without(first, [missing])
     count = problem.graph.num_ops
     (seconds,) = op_table(problem, {0: first, 1: second}).op_seconds
     assert seconds[7] == pytest.approx(0.5 / count)
@@ -152,7 +159,8 @@ def test_what_ran_elsewhere_is_the_cost_of_that_device() -> None:
     traced = run(problem, 0.3, 0.5, device=gpu)
     assert traced.trace is not None
     name = problem.graph.op_names[7]
-    traced.trace["devices"][name] = cpu
+    trace = dataclasses.replace(traced.trace, device_of={**traced.trace.device_of, name: cpu})
+    traced = dataclasses.replace(traced, trace=trace)
     table = op_table(problem, {gpu: traced})
     on_cpu = table.kinds.index(problem.cluster.devices[cpu].kind.name)
     on_gpu = table.kinds.index(problem.cluster.devices[gpu].kind.name)
@@ -209,10 +217,7 @@ def test_corrected_keeps_what_it_learnt(problem: Problem) -> None:
 
 def test_what_was_fitted_is_what_is_predicted(problem: Problem, tmp_path: Path) -> None:
     # A trace that knows only every second op: the others are estimated.
-    traced = run(problem, 0.3, 1.0)
-    assert traced.trace is not None
-    for name in problem.graph.op_names[::2]:
-        del traced.trace["ops"][name], traced.trace["devices"][name]
+    traced = without(run(problem, 0.3, 1.0), problem.graph.op_names[::2])
     base = Calibration(table=op_table(problem, {0: traced}), cluster=problem.cluster)
     under = base.problem(problem)
     placements = varied_placements(problem, 10)
@@ -259,7 +264,7 @@ def test_the_noise_is_that_between_two_passes(problem: Problem) -> None:
         seconds = 1.0 + (number if len(calls) <= 9 else 5 - number)
         return Run(measurement=Measurement(outcome=Outcome.OK, step_seconds=(seconds,) * 4))
 
-    ran, result = check(problem, SimpleNamespace(measure=measure), placements)  # type: ignore[arg-type]
+    ran, result = check(problem, SimpleNamespace(measure=measure), placements)
     assert ran == placements
     assert len(calls) == 18  # twice six, with three references between each
     assert len(result.fastest_half.predicted) == 3

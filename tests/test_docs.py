@@ -226,7 +226,7 @@ def test_every_metric_is_explained() -> None:
 def test_every_setting_has_a_meaning() -> None:
     for needed in ("sphinx", "torch"):
         pytest.importorskip(needed)
-    from placewright.backends.config import RunConfig
+    from placewright.backends import RunConfig
     from placewright.learning.config import LearnerConfig
     from placewright.learning.policy import PolicyConfig
 

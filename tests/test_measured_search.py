@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends import load
-from placewright.backends.config import RunConfig
-from placewright.backends.tensorflow.program import Program
+from placewright.backends import RunConfig, load
+from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.cluster import Cluster
 from placewright.costs import Costs
@@ -33,17 +32,17 @@ CPU2 = Cluster.load("cpu2")
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
+def program() -> TensorFlowProgram:
     return towers()
 
 
 @pytest.fixture(scope="module")
-def problem(program: Program) -> Problem:
+def problem(program: TensorFlowProgram) -> Problem:
     return make_problem(program.graph, CPU2)
 
 
 @pytest.fixture(scope="module")
-def runner(program: Program) -> Iterator[TensorFlowRunner]:
+def runner(program: TensorFlowProgram) -> Iterator[TensorFlowRunner]:
     with TensorFlowRunner(program, CPU2, RunConfig(steps=4, max_steps=4)) as runner:
         yield runner
 
@@ -192,7 +191,7 @@ def test_bad_requests_get_one_line(
     arguments: tuple[str, ...],
     message: str,
     model: Path,
-    program: Program,
+    program: TensorFlowProgram,
     tmp_path: Path,
 ) -> None:
     program.graph.save(tmp_path / "towers.json")

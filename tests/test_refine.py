@@ -15,8 +15,8 @@ import pytest
 from placewright import methods as registry
 from placewright import refine as refining
 from placewright.api import Result, began_with, place
-from placewright.backends.config import RunConfig
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run, Trace
+from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.calibration import Calibration
 from placewright.cli import evaluation
 from placewright.cluster import Cluster
@@ -58,6 +58,7 @@ class Devices:
         self.traced = 0
         self.config = RunConfig()
         self.events: list[str] = []
+        self.silent = False
         self._first = np.full(problem.num_groups, problem.graph.num_ops)
         np.minimum.at(self._first, problem.grouping.group_of, np.arange(problem.graph.num_ops))
         self._simulator = Simulator(problem)
@@ -68,6 +69,12 @@ class Devices:
 
     def start(self) -> None:
         self.events.append("started")
+
+    def time_links(self, sizes: Sequence[int]) -> dict[str, list[float]]:
+        if self.silent:
+            raise WorkerError("links could not be timed: no route")
+        self.events.append("timed")
+        return {link.name: [1e-6 + size / 1e12 for size in sizes] for link in self.cluster.links}
 
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
         self.traced += bool(how.get("traces"))
@@ -344,10 +351,10 @@ class Traced(Devices):
     def measure(self, devices: Sequence[int], **how: Any) -> Run:
         run = super().measure(devices, **how)
         names = self.problem.graph.op_names
-        ops = dict.fromkeys(names, 1e-3)
-        return dataclasses.replace(
-            run, trace={"ops": ops, "devices": dict(zip(names, devices, strict=True))}
-        )
+        numbers = [int(device) for device in devices]
+        where = dict(zip(names, numbers, strict=True))
+        trace = Trace(op_seconds=dict.fromkeys(names, 1e-3), device_of=where)
+        return dataclasses.replace(run, trace=trace)
 
 
 def test_a_calibration_that_was_stopped_is_begun_anew(problem: Problem, tmp_path: Path) -> None:
@@ -382,9 +389,8 @@ def _refinement(problem: Problem, devices: Devices, budget: Budget) -> _Refineme
     return _Refinement(real=real, config=QUICK, methods=["expert"], options={})
 
 
-def _faster(cluster: Cluster) -> Cluster:
-    links = tuple(dataclasses.replace(link, bandwidth=1e12) for link in cluster.links)
-    return dataclasses.replace(cluster, links=links)
+def _bandwidth(cluster: Cluster) -> float:
+    return cluster.links[0].bandwidth
 
 
 @pytest.mark.parametrize(
@@ -398,40 +404,32 @@ def _faster(cluster: Cluster) -> Cluster:
     ],
 )
 def test_links_are_timed_where_the_budget_is_worth_it(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, budget: Budget, timed: bool
+    problem: Problem, budget: Budget, timed: bool
 ) -> None:
     devices = Devices(problem)
-
-    def timing(cluster: Cluster, config: RunConfig) -> Cluster:
-        devices.events.append("timed")
-        return _faster(cluster)
-
-    monkeypatch.setattr(refining, "measure_links", timing)
     found = _refinement(problem, devices, budget)._with_timed_links()
-    # Not while the model's processes have the cores, and no run is blamed for their start.
-    assert devices.events == (["closed", "timed", "started"] if timed else [])
-    assert found == (_faster(problem.cluster) if timed else problem.cluster)
+    # No run is blamed for the time in which the model's processes start again.
+    assert devices.events == (["timed", "started"] if timed else [])
+    assert _bandwidth(found) == pytest.approx(1e12 if timed else _bandwidth(problem.cluster))
 
 
 def test_links_of_a_calibration_are_not_timed_again(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
+    problem: Problem,
 ) -> None:
     devices = Devices(problem)
-    given = dataclasses.replace(problem, cluster=_faster(problem.cluster))
-    monkeypatch.setattr(refining, "measure_links", lambda cluster, config: pytest.fail("timed"))
+    faster = (dataclasses.replace(problem.cluster.links[0], bandwidth=1e12),)
+    given = dataclasses.replace(problem, cluster=dataclasses.replace(problem.cluster, links=faster))
     refinement = _refinement(given, devices, Budget(seconds=600))
     assert refinement._with_timed_links() == given.cluster
     assert devices.events == []
 
 
 def test_links_that_cannot_be_timed_are_as_the_cluster_says(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    problem: Problem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(cluster: Cluster, config: RunConfig) -> Cluster:
-        raise WorkerError("links could not be timed: no route")
-
-    monkeypatch.setattr(refining, "measure_links", broken)
-    refinement = _refinement(problem, Devices(problem), Budget(seconds=600))
+    devices = Devices(problem)
+    devices.silent = True
+    refinement = _refinement(problem, devices, Budget(seconds=600))
     with caplog.at_level(logging.WARNING):
         assert refinement._with_timed_links() == problem.cluster
     assert "no route" in caplog.text

@@ -6,7 +6,7 @@ from typing import Any
 
 from placewright.backends import load_program
 from placewright.backends.tensorflow._tf import tf
-from placewright.backends.tensorflow.program import Program
+from placewright.backends.tensorflow.program import TensorFlowProgram
 
 
 def towers_graph() -> Any:
@@ -34,13 +34,19 @@ def towers_graph() -> Any:
     return graph
 
 
-def towers() -> Program:
-    return load_program(towers_graph(), fetches=["train", "loss:0"])
+def towers() -> TensorFlowProgram:
+    return _program(towers_graph(), ["train", "loss:0"])
 
 
-def small(build: Any, fetches: list[str]) -> Program:
+def small(build: Any, fetches: list[str]) -> TensorFlowProgram:
     """The program of a graph that `build` makes."""
     graph = tf.Graph()
     with graph.as_default():
         build()
-    return load_program(graph, fetches=fetches)
+    return _program(graph, fetches)
+
+
+def _program(graph: Any, fetches: list[str]) -> TensorFlowProgram:
+    program = load_program(graph, fetches=fetches)
+    assert isinstance(program, TensorFlowProgram)
+    return program

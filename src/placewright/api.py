@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 from placewright import methods as registry
 from placewright import op_stage
 from placewright._version import VERSION
-from placewright.backends import load
+from placewright.backends import Plan, load, target_backend
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
@@ -180,24 +180,24 @@ class Result:
         }
 
     def apply(self, target: Any, devices: Mapping[str, str] | None = None) -> Any:
-        """Puts the best placement into a TensorFlow graph that the problem was made from.
+        """Puts the best placement into a model that the problem was made from.
 
         Args:
-            target: a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of which a copy is
-                returned; or a `tf.function` or ConcreteFunction, for which a new ConcreteFunction
-                is returned that works on the same variables.
-            devices: TensorFlow's names of the cluster's devices, where they are not `/device:GPU:0`
-                for `gpu:0` and the like.
+            target: of TensorFlow, a `tf.Graph`, which is changed; a GraphDef or MetaGraphDef, of
+                which a copy is returned; or a `tf.function` or ConcreteFunction, for which a new
+                ConcreteFunction is returned that works on the same variables.
+            devices: the framework's names of the cluster's devices, where they are not
+                `/device:GPU:0` for `gpu:0` and the like.
         """
-        from placewright.backends.tensorflow.apply import apply_to_object, tensorflow_devices
-
+        backend = target_backend(target)
         placed = self.placement_by_op()
         used = set(placed.values())
         # A table of the whole cluster is welcome, whatever of it the placement uses.
         spare = set(self.problem.cluster.device_names) - used
         given = {name: text for name, text in (devices or {}).items() if name not in spare}
-        names = tensorflow_devices(sorted(used), given)
-        return apply_to_object(target, {op: names[device] for op, device in placed.items()})
+        names = backend.device_names(sorted(used), given)
+        plan = Plan(device_of={op: names[device] for op, device in placed.items()})
+        return backend.apply(target, plan)
 
     def summary(self, command: str = "") -> dict[str, Any]:
         best = self.best.measurement if self.best else None

@@ -343,7 +343,8 @@ def _cluster(document: object, where: str) -> Cluster:
     kinds = builtin_kinds()
     kinds.update(_kinds(fields.get("kinds") or {}))
     devices = []
-    for entry in _list(fields.get("devices"), "'devices'"):
+    _not_more(len(_list(fields.get("devices"), "'devices'")), _MOST_DEVICES, "devices")
+    for entry in fields["devices"]:
         data = _fields(entry, "a device", {"name", "kind", "memory"})
         name = _string(data.get("name"), "the name of a device")
         kind_name = _string(data.get("kind"), f"'kind' of device {name!r}")
@@ -394,6 +395,7 @@ def _cluster(document: object, where: str) -> Cluster:
                 ),
             )
         )
+    _not_more(sum(len(link.pairs) for link in links), _MOST_PAIRS, "pairs of devices on links")
     switches = [
         _string(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")
     ]
@@ -410,6 +412,7 @@ def _cluster(document: object, where: str) -> Cluster:
 def _kinds(document: object) -> dict[str, DeviceKind]:
     if not isinstance(document, dict):
         raise ClusterError("'kinds' must map names to descriptions")
+    _not_more(len(document), _MOST_KINDS, "device kinds")
     result = {}
     for name, entry in document.items():
         what = f"device kind {name!r}"
@@ -422,8 +425,10 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         if not isinstance(efficiency, dict):
             raise ClusterError(f"'efficiency' of {what} must map op classes to shares")
         slots = data.get("slots", 1)
-        if isinstance(slots, bool) or not isinstance(slots, int):
-            raise ClusterError(f"'slots' of {what} must be a whole number, not {slots!r}")
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots > _MOST_SLOTS:
+            raise ClusterError(
+                f"'slots' of {what} must be a whole number up to {_MOST_SLOTS}, not {slots!r:.40}"
+            )
         result[str(name)] = DeviceKind(
             name=_string(name, "the name of a device kind"),
             type=_string(data.get("type"), f"'type' of {what}"),
@@ -443,12 +448,51 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
     return result
 
 
+_MOST_CHARACTERS = 1_000_000
+"""Of a cluster file: 1,000 devices and their links have a tenth of that."""
+_MOST_VALUES = 200_000
+"""In a cluster file, those behind aliases counted each time."""
+_MOST_DEVICES = 1024
+_MOST_KINDS = 256
+_MOST_PAIRS = 1_000_000
+_MOST_SLOTS = 1024
+
+
 def _parse_yaml(text: str, where: str) -> object:
+    if len(text) > _MOST_CHARACTERS:
+        raise ClusterError(
+            f"{where}: {len(text):,} characters, a cluster file has at most {_MOST_CHARACTERS:,}"
+        )
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as fault:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        # Before anything is made of it: ten lines of aliases can stand for billions of values.
+        if _size(node, {}) > _MOST_VALUES:
+            raise ClusterError(f"{where}: its aliases stand for over {_MOST_VALUES:,} values")
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as fault:
         reason = " ".join(str(fault).split())
         raise ClusterError(f"{where}: not valid YAML: {reason}") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for; one that contains itself is counted as endless."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_VALUES + 1  # what it is while we are inside
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        known[id(node)] = 1 + sum(_size(child, known) for child in children)
+    return known[id(node)]
+
+
+def _not_more(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise ClusterError(f"{count:,} {what}; a cluster has at most {most:,}")
 
 
 def _fields(value: object, what: str, known: set[str]) -> dict[str, Any]:
@@ -516,9 +560,11 @@ def _not_negative(value: float, what: str) -> None:
 
 
 def _unique(names: Sequence[str], what: str, cluster: str) -> None:
+    seen: set[str] = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in seen:
             raise ClusterError(f"cluster {cluster!r} has two {what}s named {name!r}")
+        seen.add(name)
 
 
 # --- routes --------------------------------------------------------------------------------------

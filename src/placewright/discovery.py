@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from placewright.machine import usable_cores, usable_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ _KNOWN_GPUS = (("K80", "tesla-k80"), ("A100", "a100-40gb"), ("H100", "h100-80gb"
 
 def local_document() -> dict[str, Any]:
     """The CPU and the NVIDIA GPUs of this machine."""
-    cores = _usable_cores()
+    cores = usable_cores()
     slots = min(cores, 4)
     kinds: dict[str, Any] = {
         "local-cpu": {
@@ -34,7 +35,7 @@ def local_document() -> dict[str, Any]:
             "peak_flops": _core_flops() * cores / slots,
             # One channel of DDR4 to a core, at most six channels in all: the usual server.
             "memory_bandwidth": 15e9 * min(cores, 6) / slots,
-            "memory": _usable_memory(),
+            "memory": usable_memory_bytes(),
             "slots": slots,
             "dispatch": 2e-6,
             "launch": 1e-6,
@@ -47,23 +48,6 @@ def local_document() -> dict[str, Any]:
         if nvml is not None:
             _add_gpus(nvml, kinds, devices, links)
     return {"name": "local", "kinds": kinds, "devices": devices, "links": links}
-
-
-def _usable_cores() -> int:
-    """The cores this process may use, which containers make fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _usable_memory() -> int:
-    """The machine's memory, or the limit of the container this runs in."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no such file, or "max"
-        return memory
-    return min(memory, limit)
 
 
 def _core_flops() -> float:

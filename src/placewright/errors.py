@@ -1,8 +1,18 @@
 """The errors a user can cause. Each message is one line: what, where, the likely cause."""
 
+_MOST_CHARACTERS = 500
+"""Of a message: what a file holds is quoted in many, and a file may hold a name of a megabyte."""
+
 
 class PlacewrightError(Exception):
     """Root of all errors raised on purpose; the command line prints it as one line and exits 2."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _MOST_CHARACTERS:
+            # Both ends say most: where it is, and what is likely wrong with it.
+            half = (_MOST_CHARACTERS - 5) // 2
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message)
 
 
 class ModelError(PlacewrightError):

@@ -1,26 +1,42 @@
 """Reading and writing files so that a fault costs nothing: atomic writes, one-line errors.
 
-Files whose name ends in `.gz` are compressed.
+Files whose name ends in `.gz` are compressed. What is read may come from anybody: its size is
+limited before and after decompression.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import json
+import logging
 import os
 import tempfile
 import zlib
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from placewright.errors import PlacewrightError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+
+MOST_BYTES = 1 << 30
+"""Of a text file, decompressed: a graph of 200,000 ops has some 100 MB."""
 
 
 def read_text(path: str | Path, error: type[PlacewrightError], *, what: str) -> str:
     """The text of a file, or `error` with one line that says why it cannot be read."""
     try:
-        content = Path(path).read_bytes()
-        text = (gzip.decompress(content) if _compressed(path) else content).decode()
+        # One byte more than is allowed tells that there is more.
+        with gzip.open(path, "rb") if _compressed(path) else Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise error(f"{path}: holds more than {MOST_BYTES >> 20:,} MiB, no {what} file does")
+        text = content.decode()
     except FileNotFoundError:
         raise error(f"{path}: no such {what} file") from None
     except IsADirectoryError:
@@ -76,13 +92,68 @@ def write_bytes(path: str | Path, data: bytes, error: type[PlacewrightError]) ->
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            # Before the name is there: after a power cut a file must not be there and empty.
+            os.fsync(file.fileno())
         # mkstemp makes private files; a result is meant to be read by others as usual.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
+        sync_directory(target.parent)
     except OSError as fault:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
         raise error(f"{path}: cannot be written: {fault.strerror}") from None
+
+
+def sync_directory(folder: Path) -> None:
+    """Makes sure that names in a directory survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(handle)
+    except OSError as fault:
+        # Some network file systems cannot do that for directories, and need not.
+        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+class DirectoryLock:
+    """Held by one process for as long as it writes into a directory; its death releases it.
+
+    The lock is on a file that stays: removing it would let a third process lock another file of
+    the same name.
+    """
+
+    def __init__(self, folder: Path, error: type[PlacewrightError]) -> None:
+        try:
+            self._file = (folder / LOCK_FILE).open("a")
+        except OSError as fault:
+            raise error(f"{folder}: is not writable: {fault.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise error(
+                f"{folder}: another process is writing there; wait for it, or choose another "
+                "directory"
+            ) from None
+        except OSError as fault:  # a file system that knows no locks
+            logger.warning("%s: cannot be locked (%s): start one run at a time", folder, fault)
+
+    def release(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
 
 
 def write_json(path: str | Path, document: Any, error: type[PlacewrightError]) -> None:

@@ -346,6 +346,11 @@ def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     return record
 
 
+_MOST_OPS = 5_000_000
+_MOST_DIMENSIONS = 64
+_MOST_KINDS = 64
+"""Kinds of device that a graph file has seconds for: each takes memory for every op."""
+
 _GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules"}
 _OP_KEYS = {
     "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
@@ -366,6 +371,9 @@ def from_json(document: object, *, where: str) -> Graph:
     ops, edges = document.get("ops"), document.get("edges", [])
     if not isinstance(ops, list) or not isinstance(edges, list):
         raise ModelError(f"{where}: 'ops' and 'edges' must be lists; is this a graph file?")
+    for what, count in (("ops", len(ops)), ("edges", len(edges))):
+        if count > _MOST_OPS:
+            raise ModelError(f"{where}: {count:,} {what}; a graph has at most {_MOST_OPS:,}")
     _no_unknown_keys(document, _GRAPH_KEYS, where)
     name = document.get("name", Path(where).stem)
     try:
@@ -417,8 +425,11 @@ def _tensor_from_json(record: object, what: str) -> Tensor:
     _no_unknown_keys(record, _TENSOR_KEYS, f"an output of {what}")
     shape = record.get("shape")
     if shape is not None:
-        if not isinstance(shape, list):
-            raise ModelError(f"{what}: the shape of an output must be a list of whole numbers")
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+            raise ModelError(
+                f"{what}: the shape of an output must be a list of at most {_MOST_DIMENSIONS} "
+                "whole numbers"
+            )
         shape = tuple(_whole(dim, f"a dimension of {what}") for dim in shape)
     dtype = record.get("dtype", "")
     if dtype != "":
@@ -544,6 +555,11 @@ def _build(
     restricted = np.array([op.kernels is not None for op in ops], dtype=np.bool_)
     types = sorted({type_ for op in ops for type_ in op.kernels or ()})
     kinds = sorted({kind for op in ops for kind in op.seconds})
+    if max(len(types), len(kinds)) > _MOST_KINDS:
+        raise ModelError(
+            f"kernels for {len(types):,} types and seconds on {len(kinds):,} kinds of device; a "
+            f"graph has at most {_MOST_KINDS} of each"
+        )
 
     edge_src = np.array([index[edge.src] for edge in edges], dtype=np.int32)
     edge_dst = np.array([index[edge.dst] for edge in edges], dtype=np.int32)

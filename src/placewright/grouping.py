@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
 from placewright.graph import DisjointSets, FloatArray, Graph, IndexArray, ScopeRule, frozen
+from placewright.patterns import searcher
 
 FORMAT = "placewright-grouping/1"
 
@@ -240,14 +241,11 @@ def by_together(pattern: str) -> Rule:
 
 def matching_groups(graph: Graph, grouping: Grouping, pattern: str) -> list[int]:
     """The groups with at least one op whose name contains `pattern`; raises when there is none."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise PlacementError(f"{pattern!r} is not a regular expression: {error}") from None
+    search = searcher(pattern)
     found = {
         g
         for name, g in zip(graph.op_names, grouping.group_of.tolist(), strict=True)
-        if compiled.search(name)
+        if search(name)
     }
     if not found:
         raise PlacementError(f"no op of {graph.name!r} has a name that contains {pattern!r}")
@@ -260,24 +258,20 @@ def _labels(graph: Graph, grouping: Grouping, rules: Sequence[ScopeRule]) -> dic
     Co-location can tie ops of several scopes together (a variable and the layers that read it);
     such a group goes where it begins.
     """
-    compiled = []
-    for rule in rules:
-        try:
-            compiled.append((re.compile(rule.pattern), rule.label))
-        except re.error as error:
-            raise PlacementError(
-                f"group pattern {rule.pattern!r} is not a regular expression: {error}"
-            ) from None
+    searchers = [
+        (searcher(rule.pattern, f"group pattern {rule.pattern[:80]!r}"), rule.label)
+        for rule in rules
+    ]
     labels: dict[int, str] = {}
     for name, g in zip(graph.op_names, grouping.group_of.tolist(), strict=True):
         if g in labels:
             continue
-        for pattern, template in compiled:
-            match = pattern.search(name)
+        for search, template in searchers:
+            match = search(name)
             if match:
                 try:
                     labels[g] = match.expand(template)
-                except (re.error, IndexError) as error:
+                except (regex.error, IndexError) as error:
                     raise PlacementError(
                         f"group label {template!r} does not fit its pattern: {error}"
                     ) from None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from placewright import methods as registry
 from placewright.api import Result, open_journal
-from placewright.backends.tensorflow.runner import Run
+from placewright.backends import Run
 from placewright.errors import WorkerError
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.finals import Finals, in_rounds

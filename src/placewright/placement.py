@@ -150,6 +150,22 @@ def read_groups(path: str | Path) -> int:
     return len(groups) if isinstance(groups, dict) else 0
 
 
+def allowed_or_cpu(problem: Problem, wanted: IndexArray) -> IndexArray:
+    """[G] the wanted device of each group where it may go there, else its first CPU, else its first
+    device: what frameworks do with an op that has no kernel ("soft placement")."""
+    cpus = np.array([device.type == "cpu" for device in problem.cluster.devices])
+    on_cpu = problem.allowed & cpus
+    fallback = np.where(on_cpu.any(axis=1), on_cpu.argmax(axis=1), problem.allowed.argmax(axis=1))
+    fits = problem.allowed[np.arange(problem.num_groups), wanted]
+    return np.where(fits, wanted, fallback).astype(np.int32)
+
+
+def everything_on(problem: Problem, device: int) -> Placement:
+    """All groups on one device, but for those that may not go there: they go to the CPU."""
+    wanted = np.full(problem.num_groups, device, dtype=np.int32)
+    return Placement.of(problem, allowed_or_cpu(problem, wanted))
+
+
 def read_ops(path: str | Path) -> dict[str, str]:
     """Op name -> device name of a placement file, as it stands there."""
     document = read_json(path, PlacementError, what="placement")

@@ -19,12 +19,11 @@ import numpy as np
 
 from placewright import methods as registry
 from placewright.api import COSTS_FILE, Result, open_journal
-from placewright.backends.tensorflow.runner import TensorFlowRunner
+from placewright.backends import Runner
 from placewright.calibration import (
     LINK_BYTES,
     Calibration,
     corrected,
-    everything_on,
     measure_links,
     op_table,
 )
@@ -37,7 +36,7 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Measurement, Trial
 from placewright.measuring import FinalConfig, Measuring
 from placewright.metrics import MetricsLog
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.placers.base import Placer
 from placewright.problem import Problem
 from placewright.search import Budget, Progress, search
@@ -115,7 +114,7 @@ _LINK_RUN_SECONDS = 0.7
 
 def refine(
     problem: Problem,
-    runner: TensorFlowRunner,
+    runner: Runner,
     methods: Sequence[str],
     budget: Budget,
     *,
@@ -223,8 +222,7 @@ class _Refinement:
         if cluster.links != runner.cluster.links or not self._time_for_links():
             return cluster
         try:
-            runner.close()  # two sets of processes would share the cores
-            cluster = measure_links(cluster, runner.config)
+            cluster = measure_links(runner, cluster)
         except WorkerError as fault:
             logger.warning("links are taken to be as the cluster says: %s", fault)
         with contextlib.suppress(WorkerError):  # the next run tries again, and says what is wrong

@@ -1,17 +1,21 @@
 """For tests: graphs and problems of any size, tiny problems with known optima, and the contracts
-that every evaluator and every placer keep."""
+that every backend, runner, evaluator and placer keeps."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from placewright.backends import Backend, LoadOptions, Plan, Run, RunConfig, Runner
 from placewright.cluster import Cluster, Device, DeviceKind, Link, builtin_kinds
 from placewright.costs import estimate_costs
-from placewright.errors import PlacementError
+from placewright.errors import PlacementError, WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor, frozen
@@ -410,7 +414,7 @@ def check_evaluator(
         f"{len(given)} placements gave {len(measurements)} measurements"
     )
     for measurement in measurements:
-        _check_measurement(measurement, problem)
+        _check_measurement(measurement, problem.num_devices)
     assert evaluator.problem is problem, "an evaluator stays with its problem"
 
     if deterministic:
@@ -430,17 +434,135 @@ def check_evaluator(
         raise AssertionError("a placement of another problem must raise PlacementError")
 
 
-def _check_measurement(measurement: Measurement, problem: Problem) -> None:
+def _check_measurement(measurement: Measurement, devices: int) -> None:
     assert isinstance(measurement, Measurement), f"not a measurement: {measurement!r}"
     if measurement.outcome is Outcome.OK:
         assert measurement.step_seconds, f"a success without a time: {measurement}"
     else:
         assert not measurement.step_seconds, f"a failure with a time: {measurement}"
         assert measurement.reason, f"a failure without a reason: {measurement}"
-    assert len(measurement.peak_bytes) in (0, problem.num_devices), (
-        f"peaks of {len(measurement.peak_bytes)} devices, the problem has {problem.num_devices}"
+    assert len(measurement.peak_bytes) in (0, devices), (
+        f"peaks of {len(measurement.peak_bytes)} devices, there are {devices}"
     )
     assert all(size >= 0 for size in measurement.peak_bytes), f"negative memory: {measurement}"
+
+
+def check_backend(
+    backend: Backend,
+    source: object,
+    options: LoadOptions | None = None,
+    *,
+    devices: Sequence[str] = ("cpu:0", "cpu:1"),
+    devices_in: Callable[[Any], Mapping[str, str]],
+) -> None:
+    """Checks what every backend promises; raises AssertionError with what it found.
+
+    `source` is a live model that `load` takes and `apply` puts a placement into; `devices_in` says
+    the device of each op of what `apply` gave, as the framework calls it.
+    """
+    options = options or LoadOptions()
+    assert backend.name, "a backend without a name"
+    assert issubclass(backend.run_config, RunConfig), "settings of real runs that are no RunConfig"
+    before = set(sys.modules)
+    assert backend.accepts(source), f"it does not accept {source!r}"
+    assert not backend.accepts(object()), "it accepts anything"
+    assert not backend.accepts("no/such/model"), "it accepts a file that is not there"
+    new = set(sys.modules) - before
+    assert not new, f"asking what it accepts imported {', '.join(sorted(new))}"
+
+    program = backend.load(source, options)
+    assert isinstance(program.graph, Graph), f"the graph is a {type(program.graph).__name__}"
+    assert program.backend == backend.name, f"the program says it is of {program.backend!r}"
+    names = [entry.name for entry in program.inputs]
+    assert len(set(names)) == len(names), f"inputs share a name: {names}"
+    assert backend.load(source, options).graph == program.graph, "loaded again it is another graph"
+    assert backend.load_graph(source, options) == program.graph, "alone it is another graph"
+
+    theirs = backend.device_names(devices)
+    assert list(theirs) == list(devices), f"devices {devices} have the names {theirs}"
+    ops = program.graph.op_names
+    plan = Plan(device_of={op: theirs[devices[i % len(devices)]] for i, op in enumerate(ops)})
+    found = devices_in(backend.apply(source, plan))
+    wrong = [op for op, device in plan.device_of.items() if found.get(op) != device]
+    assert not wrong, f"{wrong[0]!r} is on {found.get(wrong[0])}, not {plan.device_of[wrong[0]]}"
+
+
+def check_runner(
+    runner: Runner,
+    *,
+    failing: Sequence[int] | None = None,
+    kill: Callable[[], None] | None = None,
+) -> None:
+    """Checks what every runner promises, and closes it; raises AssertionError with what it found.
+
+    Everything on the first device must be able to run. `failing` is a placement of the ops that
+    cannot; `kill` makes what runs a placement die, where the runner has processes of its own, and
+    waits for its end.
+    """
+    good = [0] * runner.program.graph.num_ops
+    least, most = runner.config.steps - 1, runner.config.max_steps - 1
+
+    def check_good(**how: Any) -> Run:
+        run = runner.measure(good, **how)
+        _check_run(run, runner)
+        assert run.measurement.ok, f"the good placement did not run: {run.measurement.reason}"
+        return run
+
+    runner.start()
+    runner.start()  # it runs already
+    assert least <= len(check_good().measurement.step_seconds) <= most, "other steps than asked for"
+    assert len(check_good(adaptive=False).measurement.step_seconds) == least, (
+        "more steps than asked"
+    )
+    cut = len(check_good(best_seconds=1e-12).measurement.step_seconds)
+    assert cut == min(2, least), f"a hopeless placement was timed for {cut} steps"
+    trace = check_good(traces=1).trace
+    assert trace is not None, "no trace where one was asked for"
+    names, numbers = set(runner.program.graph.op_names), range(runner.cluster.num_devices)
+    assert trace.op_seconds, "a trace without ops"
+    assert set(trace.device_of.values()) <= set(numbers), "a trace with devices that are not there"
+    assert set(trace.op_seconds) <= names, "a trace with ops that are not the graph's"
+    if failing is not None:
+        run = runner.measure(failing)
+        _check_run(run, runner)
+        assert not run.measurement.ok, "the placement that cannot run has run"
+        check_good()
+    if kill is not None:
+        kill()
+        check_good()  # what is dead before a run is replaced
+        timer = threading.Timer(0.05, kill)
+        timer.start()
+        _check_run(runner.measure(good), runner)  # whatever came of it
+        timer.join()
+        check_good()
+    _check_links(runner)
+    check_good()  # timing links left it as it was
+    runner.close()
+    runner.close()
+    try:
+        runner.measure(good)
+    except WorkerError:
+        pass
+    else:
+        raise AssertionError("a runner that is closed must raise WorkerError")
+
+
+def _check_run(run: Run, runner: Runner) -> None:
+    devices = runner.cluster.num_devices
+    _check_measurement(run.measurement, devices)
+    assert run.overhead_seconds >= 0.0, f"negative overhead: {run}"
+    assert run.misplaced is None or runner.config.check, "it checked what it was not asked to"
+
+
+def _check_links(runner: Runner) -> None:
+    sizes = (1 << 12, 1 << 20)
+    devices = set(runner.cluster.device_names)
+    direct = {link.name for link in runner.cluster.links if set(link.pairs[0]) <= devices}
+    found = runner.time_links(sizes)
+    assert set(found) == direct, f"times of links {sorted(found)}, there are {sorted(direct)}"
+    for name, seconds in found.items():
+        assert len(seconds) == len(sizes), f"{len(sizes)} sizes gave {len(seconds)} times"
+        assert all(each > 0 for each in seconds), f"a transfer over {name} that takes no time"
 
 
 def check_placer(

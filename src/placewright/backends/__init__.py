@@ -1,42 +1,155 @@
-"""Front ends read models of machine-learning frameworks into a `Graph`."""
+"""The frameworks there are, by name, and by what they read.
+
+A package that brings another one names an instance of its `Backend` under the entry-point group
+`placewright.backends`; `register` does the same for this process only.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+import logging
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Any
 
-from placewright.backends.tensorflow import models
-from placewright.errors import ModelError
+from placewright.backends.base import (
+    Array,
+    Backend,
+    Input,
+    LoadOptions,
+    Plan,
+    Program,
+    Run,
+    RunConfig,
+    Runner,
+    Trace,
+    is_path,
+    refuse,
+)
+from placewright.cluster import Cluster
+from placewright.errors import ModelError, PlacementError
 from placewright.graph import Graph
 
-if TYPE_CHECKING:
-    from placewright.backends.tensorflow.program import Program
-    from placewright.backends.tensorflow.reading import Step
+__all__ = [
+    "Backend",
+    "Input",
+    "LoadOptions",
+    "Plan",
+    "Program",
+    "Run",
+    "RunConfig",
+    "Runner",
+    "Trace",
+    "backend_of",
+    "every",
+    "get",
+    "is_graph_file",
+    "load",
+    "load_program",
+    "measurable",
+    "model_names",
+    "register",
+    "runner",
+    "target_backend",
+    "why_not_run",
+]
 
-KINDS = (
-    ".json or .json.gz (graph file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a "
-    "SavedModel's directory"
-)
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "placewright.backends"
+
+_OURS = ("placewright.backends.tensorflow:BACKEND",)
+"""Module and attribute of the backends that come with this package."""
+
+_registered: dict[str, Backend] = {}
+
+
+# --- which there are -----------------------------------------------------------------------------
+
+
+def register(backend: Backend) -> None:
+    """Adds a backend, or replaces the one of its name, in this process."""
+    _registered[backend.name] = backend
+
+
+@functools.cache
+def _found() -> dict[str, Backend]:
+    """Ours, then those of other packages."""
+    backends: dict[str, Backend] = {}
+    for text in _OURS:
+        module, _, attribute = text.partition(":")
+        backend: Backend = getattr(importlib.import_module(module), attribute)
+        backends[backend.name] = backend
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        if entry.value not in _OURS:
+            try:
+                backend = entry.load()
+            except Exception as error:  # somebody else's package, which may raise anything
+                logger.warning(
+                    "backend %s cannot be loaded from %s: %s", entry.name, entry.value, error
+                )
+                continue
+            backends[backend.name] = backend
+    return backends
+
+
+def every() -> tuple[Backend, ...]:
+    """All backends, whether their frameworks are installed or not."""
+    return tuple({**_found(), **_registered}.values())
+
+
+def get(name: str) -> Backend:
+    backends = {backend.name: backend for backend in every()}
+    if name not in backends:
+        raise ModelError(f"there is no backend {name!r}; there are {', '.join(backends)}")
+    return backends[name]
+
+
+def backend_of(source: object, name: str | None = None) -> Backend | None:
+    """The backend that reads a source, or the one of that name; None for a graph and its file,
+    which belong to no framework, and for what no backend knows."""
+    if name is not None:
+        return get(name)
+    if isinstance(source, Graph) or (is_path(source) and is_graph_file(source)):
+        return None
+    accepting = [backend for backend in every() if backend.accepts(source)]
+    # Where several offer a benchmark model of that name, one that can build it.
+    return min(accepting, key=lambda backend: not backend.installed(), default=None)
+
+
+def model_names() -> tuple[str, ...]:
+    """The benchmark models of all backends."""
+    return tuple(dict.fromkeys(name for backend in every() for name in backend.models))
+
+
+def is_graph_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file of that name is a graph in our own format, and no model of a framework."""
+    return Path(path).name.endswith((".json", ".json.gz"))
+
+
+# --- models --------------------------------------------------------------------------------------
 
 
 def load(
     source: object,
     *,
+    backend: str | None = None,
     scale: str = "paper",
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
 ) -> Graph:
-    """A graph from a benchmark model's name, a file, a directory, or a live TensorFlow object.
+    """A graph from a benchmark model's name, a file, a directory, or a live object.
 
     Args:
         source: name of a benchmark model; path of a graph file, GraphDef, MetaGraph or SavedModel;
             or a `tf.Graph`, ConcreteFunction, `tf.function` or compiled Keras model.
+        backend: name of the framework, where several have a model of that name.
         scale: size of a benchmark model; means nothing for others.
         batch: batch of a benchmark model; for others, the first dimension of every input that
             leaves it open.
@@ -48,112 +161,120 @@ def load(
     """
     if isinstance(source, Graph):
         return source
-    if _is_path(source) and is_graph_file(source) and Path(source).is_file():
-        _refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
+    if is_path(source) and is_graph_file(source) and Path(source).is_file():
+        refuse("a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch)
         return Graph.load(Path(source))
-    return _step(source, scale, batch, dims, signature, fetches).graph()
+    options = _options(scale, batch, dims, signature, fetches)
+    return _reader_of(source, backend).load_graph(source, options)
 
 
 def load_program(
     source: object,
     *,
+    backend: str | None = None,
     scale: str = "paper",
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
     signature: str | None = None,
     fetches: Sequence[str] = (),
 ) -> Program:
-    """The same graph together with what TensorFlow needs to run it; takes what `load` takes.
+    """The same graph together with what it takes to run it; takes what `load` takes.
 
     Raises `ModelError` for what can be placed but not run: a graph file.
     """
-    if isinstance(source, Graph) or (_is_path(source) and is_graph_file(source)):
+    if isinstance(source, Graph) or (is_path(source) and is_graph_file(source)):
         what = f"the graph {source.name!r}" if isinstance(source, Graph) else source
         raise ModelError(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
             "be run; give the TensorFlow model itself"
         )
-    step = _step(source, scale, batch, dims, signature, fetches)
-    from placewright.backends.tensorflow.program import make_program
-
-    return make_program(step)
+    options = _options(scale, batch, dims, signature, fetches)
+    return _reader_of(source, backend).load(source, options)
 
 
-def is_graph_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a file of that name is a graph in our own format, and no model of a framework."""
-    return Path(path).name.endswith((".json", ".json.gz"))
-
-
-def _is_path(source: object) -> TypeGuard[str | os.PathLike[str]]:
-    return isinstance(source, str | os.PathLike)
-
-
-def _step(
-    source: object,
+def _options(
     scale: str,
     batch: int | None,
     dims: Mapping[str, int] | None,
     signature: str | None,
     fetches: Sequence[str],
-) -> Step:
-    dims = dims or {}
+) -> LoadOptions:
     fetches = (fetches,) if isinstance(fetches, str) else fetches
-    if _is_path(source):
-        path = Path(source)
-        if str(source) in models.NAMES and not path.exists():
-            _refuse("a benchmark model", signature=signature, dims=dims)
-            from placewright.backends.tensorflow import (
-                reading as tensorflow,  # first: it starts TensorFlow quietly
-            )
+    return LoadOptions(
+        scale=scale, batch=batch, dims=dims or {}, signature=signature, fetches=fetches
+    )
 
-            model = models.build(str(source), scale=scale, batch=batch)
-            return tensorflow.step_of_benchmark(model, fetches=fetches)
-        return _step_of_path(path, batch, dims, signature, fetches)
-    _refuse(f"a {type(source).__name__}", signature=signature)
-    if "tensorflow" not in sys.modules:
+
+def _reader_of(source: object, name: str | None) -> Backend:
+    backend = backend_of(source, name)
+    if backend is not None:
+        return backend
+    if not is_path(source):
         raise ModelError(f"cannot read a graph from a {type(source).__name__}")
-    from placewright.backends.tensorflow import reading as tensorflow
-
-    return tensorflow.step_of_object(source, batch=batch, dims=dims, fetches=fetches)
-
-
-def _step_of_path(
-    path: Path,
-    batch: int | None,
-    dims: Mapping[str, int],
-    signature: str | None,
-    fetches: Sequence[str],
-) -> Step:
-    if path.is_dir() or path.name in ("saved_model.pb", "saved_model.pbtxt"):
-        directory = path if path.is_dir() else path.parent
-        from placewright.backends.tensorflow import reading as tensorflow
-
-        return tensorflow.step_of_saved_model(
-            directory, signature=signature, fetches=fetches, batch=batch, dims=dims
-        )
+    path = Path(source)
     if not path.exists():
         raise ModelError(_no_such(path))
-    if path.suffix in (".pb", ".pbtxt", ".meta") or ".meta" in path.suffixes:
-        _refuse("a GraphDef", signature=signature)
-        from placewright.backends.tensorflow import reading as tensorflow
+    what = "there is no model in it" if path.is_dir() else "not a kind of file"
+    raise ModelError(f"{path}: {what} that is known; known are {_kinds()}")
 
-        return tensorflow.step_of_file(path, fetches=fetches, batch=batch, dims=dims)
-    raise ModelError(f"{path}: not a kind of file that is known; known are {KINDS}")
+
+def _kinds() -> str:
+    known = [backend.sources for backend in every() if backend.sources]
+    return ", ".join([".json or .json.gz (graph file)", *known])
 
 
 def _no_such(path: Path) -> str:
     if path.suffix or len(path.parts) > 1:
         return f"{path}: no such file or directory"
-    close = difflib.get_close_matches(str(path), models.NAMES, n=1)
+    names = model_names()
+    close = difflib.get_close_matches(str(path), names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return (
         f"there is no benchmark model or file {str(path)!r}{hint}; benchmark models are "
-        f"{', '.join(models.NAMES)}; files are {KINDS}"
+        f"{', '.join(names)}; files are {_kinds()}"
     )
 
 
-def _refuse(what: str, **options: object) -> None:
-    # An option that has no effect would look as if it had one.
-    for name, value in options.items():
-        if value:
-            raise ModelError(f"{name} means nothing for {what}")
+# --- real runs, and placements put into models ---------------------------------------------------
+
+
+def runner(
+    program: Program,
+    cluster: Cluster,
+    config: RunConfig | None = None,
+    *,
+    feeds: Mapping[str, Array] | None = None,
+) -> Runner:
+    """What measures placements of a program, whichever framework it is of."""
+    return get(program.backend).runner(program, cluster, config, feeds)
+
+
+def why_not_run(source: object, cluster: Cluster, config: RunConfig | None = None) -> str:
+    """Why placements of this model on this cluster cannot be measured from here; empty when they
+    can, as far as is known without loading it."""
+    backend = backend_of(source)
+    if backend is None:
+        return "it is no model of a framework"
+    if not backend.installed():
+        return f"{backend.name} is not installed"
+    return backend.why_not_here(cluster, config)
+
+
+def measurable(clusters: Iterable[str]) -> list[str]:
+    """The names of those presets that some backend can measure on this machine."""
+    return [
+        name
+        for name in clusters
+        if any(not backend.why_not_here(Cluster.load(name)) for backend in every())
+    ]
+
+
+def target_backend(target: Any) -> Backend:
+    """The backend whose object this is, for `Backend.apply`."""
+    for backend in every():
+        if backend.accepts(target):
+            return backend
+    raise PlacementError(
+        f"cannot apply a placement to a {type(target).__name__}; give a model of "
+        f"{' or '.join(backend.name for backend in every())}"
+    )

@@ -5,20 +5,14 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from placewright.backends.base import Array, Input
 from placewright.errors import ModelError
 
-if TYPE_CHECKING:
-    from placewright.backends.tensorflow.program import Input
-
-Array = npt.NDArray[Any]
-
 _NOT_IN_NUMPY = {"bfloat16": "float32"}
-"""TensorFlow's dtypes that are converted on arrival."""
+"""Dtypes of frameworks, which convert what they are fed on arrival."""
 
 
 def load_feeds(path: str | Path) -> dict[str, Array]:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-
 from placewright.cluster import Cluster
-
-
-def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+from placewright.machine import usable_cores
 
 
 def why_not_here(cluster: Cluster) -> str:
@@ -34,7 +26,3 @@ def why_not_here(cluster: Cluster) -> str:
     elif len(cpus) > usable_cores():
         return f"{len(cpus)} CPU devices need as many cores, it has {usable_cores()}"
     return ""
-
-
-def measurable_presets(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not why_not_here(Cluster.load(name))]

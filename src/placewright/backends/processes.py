@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import math
 import os
 import select
@@ -22,6 +23,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from placewright.machine import usable_core_numbers
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -200,7 +205,7 @@ class Load:
 
     def __init__(self, pids: Collection[int]) -> None:
         self._pids = pids
-        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+        self._cores = usable_core_numbers()
         self._started = time.monotonic()
         self._before = self._others()
 
@@ -236,3 +241,33 @@ def free_ports(count: int) -> list[int]:
     finally:
         for each in sockets:
             each.close()
+
+
+def share_cores(devices: int) -> list[list[int]]:
+    """The cores of each of several devices: equal parts, no core in two of them if possible."""
+    cores = usable_core_numbers()
+    if not cores:
+        return [[] for _ in range(devices)]
+    if len(cores) < devices:
+        logger.warning(
+            "%d devices share %d cores: what is measured here is not what separate cores would do",
+            devices,
+            len(cores),
+        )
+        return [[cores[number % len(cores)]] for number in range(devices)]
+    each = len(cores) // devices
+    return [cores[number * each : (number + 1) * each] for number in range(devices)]
+
+
+def memory_kills() -> int:
+    """How many processes the system has killed for want of memory, here or in this container."""
+    total = 0
+    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
+        try:
+            for line in Path(path).read_text(encoding="utf-8").splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    total += int(value)
+        except (OSError, ValueError):
+            continue
+    return total

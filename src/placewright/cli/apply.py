@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from placewright.backends import is_graph_file
-from placewright.backends.tensorflow import models
+from placewright.backends import Plan, backend_of, is_graph_file, model_names
 from placewright.cli import common
 from placewright.errors import ModelError
 from placewright.placement import read_ops
@@ -50,17 +49,19 @@ def apply(
     ops = read_ops(placement)
     path = Path(model)
     if not path.exists():
-        hint = "; a benchmark model has no file to put it into" if model in models.NAMES else ""
+        hint = "; a benchmark model has no file to put it into" if model in model_names() else ""
         raise ModelError(f"{model}: no such file or directory{hint}")
     if is_graph_file(path):
         raise ModelError(f"{model}: a graph file has no devices to set; give TensorFlow's model")
     if path.resolve() == Path(output).resolve():
         raise ModelError(f"{output}: is the model itself; choose another place for the placed one")
-    with common.status("starting TensorFlow ..."):
-        from placewright.backends.tensorflow.apply import apply_to_file, tensorflow_devices
+    backend = backend_of(path)
+    if backend is None:
+        raise ModelError(f"{model}: not a kind of file that a placement can be put into")
     with common.status(f"placing {model} ..."):
-        names = tensorflow_devices(sorted(set(ops.values())), given)
-        count = apply_to_file(path, {op: names[name] for op, name in ops.items()}, output)
+        names = backend.device_names(sorted(set(ops.values())), given)
+        plan = Plan(device_of={op: names[name] for op, name in ops.items()})
+        count = backend.apply_to_file(path, plan, Path(output))
     if as_json:
         common.print_json({"output": output, "nodes": count, "devices": names})
     else:

@@ -69,9 +69,10 @@ def calibrate(
 
     Example: placewright calibrate rnnlm --scale small --cluster cpu2 -o costs.json --check 20
     """
-    from placewright import calibration
+    from placewright import backends, calibration
     from placewright.backends.feeds import load_feeds
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright.placement import everything_on
+    from placewright.placers.heft import heft
 
     if output is None and not (costs and check):
         raise common.UsageError("give -o FILE for the costs, or --costs FILE --check N")
@@ -83,9 +84,9 @@ def calibrate(
             check_new(path, CostsError)
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise MissingExtraError("a plot as HTML", "report")
-    config = run_config(address, time_limit, limit_memory)
+    config = run_config(model, address, time_limit, limit_memory)
     machine = Cluster.load(cluster)
-    require_here(machine, config)
+    require_here(model, machine, config)
     inputs = None if feeds is None else load_feeds(feeds)
     program = common.load_program(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
@@ -93,14 +94,14 @@ def calibrate(
     )
     facts: dict[str, Any] = {"model": program.graph.name, "cluster": machine.name}
     with (
-        TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
+        backends.runner(program, machine, config, feeds=inputs) as runner,
         common.status("calibrating ...") as say,
     ):
         fitted_to = calibration.varied_placements(problem, placements, seed)
         pace = None
         if output is not None:
             found = calibration.calibrate(
-                problem, runner, fitted_to, say=lambda text: say(f"{text} ...")
+                problem, runner, fitted_to, propose=heft, say=lambda text: say(f"{text} ...")
             )
             found.save(output, program.graph)
             problem, pace = found.problem(problem), found.pace
@@ -122,7 +123,7 @@ def calibrate(
         if check:
             say("measuring fresh placements ...")
             # Other ones than those the costs were fitted to, single devices among them.
-            singles = [calibration.everything_on(problem, d) for d in range(problem.num_devices)]
+            singles = [everything_on(problem, d) for d in range(problem.num_devices)]
             fresh = calibration.varied_placements(
                 problem, check, seed + 1_000_003, without=[*fitted_to, *singles]
             )

@@ -22,7 +22,7 @@ from placewright.grouping import each_op, matching_groups
 from placewright.problem import Constraints, Problem, make_problem
 
 if TYPE_CHECKING:
-    from placewright.backends.tensorflow.program import Program
+    from placewright.backends import Program
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -64,9 +64,9 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 def complete_models(incomplete: str) -> list[str]:
     """For the shell; it adds files by itself."""
-    from placewright.backends.tensorflow.models import NAMES
+    from placewright.backends import model_names
 
-    return [name for name in NAMES if name.startswith(incomplete)]
+    return [name for name in model_names() if name.startswith(incomplete)]
 
 
 def complete_clusters(incomplete: str) -> list[str]:
@@ -191,10 +191,11 @@ def load_program(
 ) -> Program:
     """The model as something that can be run, not only placed."""
     from placewright import backends
-    from placewright.backends.tensorflow.runner import check_tensorflow
 
     dims = _dims(dim)
-    check_tensorflow()
+    backend = backends.backend_of(model)
+    if backend is not None:
+        backend.check_installed()
     with status(f"reading {model} ..."):
         return backends.load_program(
             model, scale=scale, batch=batch, dims=dims, signature=signature, fetches=fetch or ()

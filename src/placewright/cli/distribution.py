@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from placewright.cli import common, evaluation
+from placewright.machine import usable_cores
 
 if TYPE_CHECKING:
-    from placewright.backends.config import RunConfig
-    from placewright.backends.tensorflow.program import Program
+    from placewright.backends import Program, RunConfig
     from placewright.cluster import Cluster
     from placewright.distributed.config import TeamConfig
     from placewright.distributed.team import Team
@@ -156,15 +155,15 @@ def team(
 def _devices(cluster: Cluster) -> dict[str, float]:
     """What a worker that measures keeps to itself: all GPUs, or the whole machine."""
     gpus = sum(device.type == "gpu" for device in cluster.devices)
-    return {"GPU": float(gpus)} if gpus else {"CPU": float(os.cpu_count() or 1)}
+    return {"GPU": float(gpus)} if gpus else {"CPU": float(usable_cores())}
 
 
 def _measuring(problem: Problem, program: Program, real: RunConfig, feeds: Any) -> Evaluator:
     """In a worker's process: a runner that lives as long as the worker does."""
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright import backends
     from placewright.evaluators.measured import MeasuredEvaluator
 
-    runner = TensorFlowRunner(program, problem.cluster, real, feeds=feeds)
+    runner = backends.runner(program, problem.cluster, real, feeds=feeds)
     runner.start()
     return MeasuredEvaluator(problem, runner)
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placewright.backends import is_graph_file
 from placewright.cli import common
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, SearchError
 
 if TYPE_CHECKING:
     from placewright.api import Result
-    from placewright.backends.config import RunConfig
-    from placewright.backends.tensorflow.program import Program
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
+    from placewright.backends import Program, RunConfig, Runner
     from placewright.distributed.team import Team
     from placewright.problem import Problem
     from placewright.search import Budget
@@ -48,15 +46,25 @@ AddressOption = Annotated[
 
 
 def run_config(
-    address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any
+    model: str, address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any
 ) -> RunConfig:
-    """The settings of real runs as the options say."""
-    from placewright.backends.config import RunConfig
+    """The settings of real runs as the options say, for the backend that reads the model."""
+    from placewright.backends import RunConfig, backend_of
 
     addresses = dict(common.split(text, "--address", "DEVICE=HOST:PORT") for text in address or [])
-    return RunConfig(
-        time_limit_seconds=time_limit, limit_memory=limit_memory, addresses=addresses, **more
-    )
+    backend = backend_of(model)
+    kind = RunConfig if backend is None else backend.run_config
+    settings = {
+        "time_limit_seconds": time_limit,
+        "limit_memory": limit_memory,
+        "addresses": addresses,
+        **more,
+    }
+    known = {field.name for field in fields(kind)}
+    for name, value in settings.items():
+        if value and name not in known and backend is not None:
+            raise common.UsageError(f"{name} means nothing for a model of {backend.name}")
+    return kind(**{name: value for name, value in settings.items() if name in known})
 
 
 def choose(
@@ -72,8 +80,7 @@ def choose(
     A run that is continued goes on as it began: its journal's times are of one kind.
     """
     from placewright.api import RUN_FILE, began_with
-    from placewright.backends.here import why_not_here
-    from placewright.backends.tensorflow.runner import has_tensorflow
+    from placewright.backends import why_not_run
 
     if wanted not in (None, SIMULATE, MEASURE, BOTH):
         raise common.UsageError(f"--evaluate {wanted}: expected {SIMULATE}, {MEASURE} or {BOTH}")
@@ -87,19 +94,19 @@ def choose(
     if wanted is None:
         if budget.seconds is None:  # trials alone are mostly meant for the simulator
             return SIMULATE
-        here = cluster.num_devices > 1 and (config.addresses or not why_not_here(cluster))
-        runnable = not is_graph_file(model) and has_tensorflow()
-        return BOTH if here and runnable else SIMULATE
+        here = cluster.num_devices > 1 and not why_not_run(model, cluster, config)
+        return BOTH if here else SIMULATE
     if wanted != SIMULATE:
-        require_here(cluster, config)
+        require_here(model, cluster, config)
     return wanted
 
 
-def require_here(cluster: Cluster, config: RunConfig) -> None:
+def require_here(model: str, cluster: Cluster, config: RunConfig) -> None:
     """Raises when the cluster's devices are neither those of this machine nor have addresses."""
-    from placewright.backends.here import why_not_here
+    from placewright.backends import backend_of
 
-    reason = "" if config.addresses else why_not_here(cluster)
+    backend = backend_of(model)
+    reason = "" if backend is None else backend.why_not_here(cluster, config)
     if reason:
         raise ClusterError(
             f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
@@ -110,9 +117,9 @@ def require_here(cluster: Cluster, config: RunConfig) -> None:
 def affordable(how: str, problem: Problem, budget: Budget) -> str:
     """`how`, or `simulate` where nobody asked for real runs and they would take too long or too
     much memory."""
-    from placewright.backends.config import RunConfig
-    from placewright.calibration import everything_on
+    from placewright.backends import RunConfig
     from placewright.evaluators.simulated import SimulatedEvaluator
+    from placewright.placement import everything_on
     from placewright.refine import enough_for
 
     singles = [everything_on(problem, device) for device in range(problem.num_devices)]
@@ -134,10 +141,10 @@ def affordable(how: str, problem: Problem, budget: Budget) -> str:
 @contextmanager
 def devices(
     how: str, program: Program | None, cluster: Cluster, config: RunConfig, feeds: str | None
-) -> Iterator[TensorFlowRunner | None]:
+) -> Iterator[Runner | None]:
     """The runner, where one is needed, started before the clock of the search is."""
+    from placewright import backends
     from placewright.backends.feeds import load_feeds
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if how == SIMULATE or program is None:
         if feeds is not None and how == SIMULATE and program is None:
@@ -145,7 +152,7 @@ def devices(
         yield None
         return
     given = None if feeds is None else load_feeds(feeds)
-    with TensorFlowRunner(program, cluster, config, feeds=given) as runner:
+    with backends.runner(program, cluster, config, feeds=given) as runner:
         with common.status("starting the devices' processes ..."):
             runner.start()
         yield runner
@@ -154,7 +161,7 @@ def devices(
 def run(
     how: str,
     problem: Problem,
-    runner: TensorFlowRunner | None,
+    runner: Runner | None,
     methods: Sequence[str],
     budget: Budget,
     *,

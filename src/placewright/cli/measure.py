@@ -21,7 +21,7 @@ from placewright.cli.simulate import load_placement
 from placewright.cluster import Cluster, preset_names
 
 if TYPE_CHECKING:
-    from placewright.backends.tensorflow.runner import Run
+    from placewright.backends import Run
 
 
 def add_to(app: typer.Typer) -> None:
@@ -65,17 +65,17 @@ def measure(
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
+    from placewright import backends
     from placewright.backends.feeds import load_feeds
-    from placewright.backends.tensorflow.runner import TensorFlowRunner
 
     if (placement is None) == (device is None):
         raise common.UsageError("give either --placement FILE or --device NAME")
     config = run_config(
-        address, time_limit, limit_memory, steps=steps, max_steps=max(steps, 40),
+        model, address, time_limit, limit_memory, steps=steps, max_steps=max(steps, 40),
         optimize=optimize, check=check,
     )  # fmt: skip
     machine = Cluster.load(cluster)
-    require_here(machine, config)
+    require_here(model, machine, config)
     inputs = None if feeds is None else load_feeds(feeds)
     program = common.load_program(model, scale, batch, dim, signature, fetch)
     problem = common.load_problem(
@@ -83,7 +83,7 @@ def measure(
     )
     problem, chosen = load_placement(problem, placement, device)
     with (
-        TensorFlowRunner(program, machine, config, feeds=inputs) as runner,
+        backends.runner(program, machine, config, feeds=inputs) as runner,
         common.status("running ..."),
     ):
         run = runner.measure(chosen.devices[problem.grouping.group_of])
@@ -146,18 +146,18 @@ def devices(as_json: common.JsonOption = False) -> None:
 
     Example: placewright devices
     """
-    from placewright.backends.here import measurable_presets, usable_cores
-    from placewright.backends.tensorflow.runner import has_tensorflow
+    from placewright import backends
+    from placewright.machine import usable_cores
 
     local = Cluster.load("local")
     facts: dict[str, Any] = {
         "cores": usable_cores(),
-        "tensorflow": has_tensorflow(),
+        **{backend.name: backend.installed() for backend in backends.every()},
         "devices": [
             {"name": d.name, "kind": d.kind.name, "type": d.type, "memory_bytes": d.memory_bytes}
             for d in local.devices
         ],
-        "measurable": measurable_presets(preset_names()),
+        "measurable": backends.measurable(preset_names()),
     }
     if as_json:
         common.print_json(facts)
@@ -169,9 +169,11 @@ def devices(as_json: common.JsonOption = False) -> None:
     common.console.print(table)
     cores = "1 core" if facts["cores"] == 1 else f"{facts['cores']} cores"
     common.console.print(f"{cores} for this process")
-    if not facts["tensorflow"]:
-        common.console.print(
-            r"TensorFlow is not installed: run pip install 'placewright\[tensorflow]' to measure"
-        )
+    for backend in backends.every():
+        if not facts[backend.name]:
+            common.console.print(
+                f"{backend.name} is not installed: run pip install "
+                rf"'placewright\[{backend.extra}]' to measure"
+            )
     can = ", ".join(facts["measurable"])
     common.console.print(f"clusters that can be measured here: {can or 'none'}")

@@ -147,7 +147,7 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
-    real = evaluation.run_config(address, time_limit, limit_memory)
+    real = evaluation.run_config(model, address, time_limit, limit_memory)
     how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
     program = None
     if how == evaluation.SIMULATE:

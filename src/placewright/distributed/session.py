@@ -18,6 +18,7 @@ from typing import Any
 from placewright.distributed import guard
 from placewright.distributed.config import TeamConfig, check_installed
 from placewright.errors import SearchError, WorkerError
+from placewright.machine import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ def _fitting(machine: Mapping[str, float], each: Mapping[str, float], most: int)
 
 def _cpus(config: TeamConfig) -> int:
     """How many a Ray on this machine claims to have."""
-    there = os.cpu_count() or 1
+    there = usable_cores()
     each = config.resources.get("CPU", 0.0)
     # Who asks for several means them. Otherwise so many workers on one machine are the user's
     # choice: they may wait more than they compute.

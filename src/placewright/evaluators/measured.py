@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placewright.backends.tensorflow.runner import Run, TensorFlowRunner
+from placewright.backends import Run, Runner
 from placewright.errors import PlacementError
 from placewright.evaluators.base import Evaluator
 from placewright.measurement import Measurement, Outcome
@@ -23,7 +23,7 @@ class MeasuredEvaluator(Evaluator):
     """Between two passes over the same placements, times of rnnlm and nmt on two shared cores
     differed so that it is 0.04 and 0.06 (`benchmarks/results/fidelity`)."""
 
-    def __init__(self, problem: Problem, runner: TensorFlowRunner) -> None:
+    def __init__(self, problem: Problem, runner: Runner) -> None:
         if runner.program.graph != problem.graph:
             raise PlacementError(
                 f"the runner runs graph {runner.program.graph.fingerprint}, the problem is of "
@@ -48,7 +48,7 @@ class MeasuredEvaluator(Evaluator):
         return [self.run(placement).measurement for placement in placements]
 
     def run(self, placement: Placement, *, traces: int = 0, compared: bool = False) -> Run:
-        """One placement, with what TensorFlow told on the way.
+        """One placement, with what the framework told on the way.
 
         One that is `compared` with others side by side has as many steps as they have, however
         slow it is and however much its times differ.
@@ -57,7 +57,7 @@ class MeasuredEvaluator(Evaluator):
         devices = placement.devices[self._problem.grouping.group_of]
         groups = np.arange(self._problem.num_groups)
         wrong = np.flatnonzero(~self._problem.allowed[groups, placement.devices])
-        if wrong.size:  # TensorFlow would say the same of kernels, but knows no constraints
+        if wrong.size:  # the framework would say so of kernels, but knows no constraints
             op = int(self._problem.grouping.members(int(wrong[0]))[0])
             for member in self._problem.grouping.members(int(wrong[0])):
                 if np.isinf(self._problem.op_seconds[devices[member], member]):

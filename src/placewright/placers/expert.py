@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from placewright.graph import IndexArray
-from placewright.placement import Placement
-from placewright.placers.single_device import accelerators, allowed_or_cpu
+from placewright.placement import Placement, allowed_or_cpu
+from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
 
 _LAYER = re.compile(r"layer[_ ]?(\d+)(?=/|$)")

@@ -77,7 +77,7 @@ def test_unknown_op_is_none() -> None:
 
 
 def test_table_is_consistent() -> None:
-    path = resources.files("placewright.backends") / "gpu_kernels.json"
+    path = resources.files("placewright.backends.tensorflow") / "gpu_kernels.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     assert not set(content["ops"]) & set(content["cpu_only"])
     for kernels in content["ops"].values():

@@ -16,20 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends import load, load_program
-from placewright.backends.config import RunConfig
+from placewright.backends import Program, load, load_program
 from placewright.backends.feeds import load_feeds, make_feeds
-from placewright.backends.processes import free_ports
+from placewright.backends.processes import free_ports, share_cores
+from placewright.backends.tensorflow import BACKEND
+from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
 from placewright.backends.tensorflow import runner as runner_module
 from placewright.backends.tensorflow._tf import tf
-from placewright.backends.tensorflow.program import Program
-from placewright.backends.tensorflow.runner import TensorFlowRunner, share_cores
+from placewright.backends.tensorflow.program import TensorFlowProgram
+from placewright.backends.tensorflow.runner import TensorFlowRunner
 from placewright.cluster import Cluster
 from placewright.errors import MissingExtraError, ModelError, PlacementError, WorkerError
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Outcome, half_width
 from placewright.problem import Constraints, make_problem
-from placewright.testing import check_evaluator, sample_placements
+from placewright.testing import check_backend, check_evaluator, check_runner, sample_placements
 from tests.towers import small, towers, towers_graph
 
 CPU2 = Cluster.load("cpu2")
@@ -37,17 +38,17 @@ FOREVER = 10**6
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
+def program() -> TensorFlowProgram:
     return towers()
 
 
 @pytest.fixture(scope="module")
-def runner(program: Program) -> Iterator[TensorFlowRunner]:
+def runner(program: TensorFlowProgram) -> Iterator[TensorFlowRunner]:
     with TensorFlowRunner(program, CPU2, RunConfig(check=True, max_steps=10)) as runner:
         yield runner
 
 
-def by_tower(program: Program) -> list[int]:
+def by_tower(program: TensorFlowProgram) -> list[int]:
     problem = make_problem(program.graph, CPU2)
     right = ["right" in name for name in problem.grouping.names]
     return [int(right[group]) for group in problem.grouping.group_of]
@@ -77,14 +78,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 # --- what it measures ----------------------------------------------------------------------------
 
 
-def test_times_steps_and_drops_the_first(runner: TensorFlowRunner, program: Program) -> None:
+def test_times_steps_and_drops_the_first(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     run = runner.measure(runs_on(program))
     assert run.measurement.outcome is Outcome.OK, run.measurement.reason
     assert len(run.measurement.step_seconds) == 9
 
 
 def test_training_begins_anew_and_goes_the_same_way_wherever_ops_are(
-    runner: TensorFlowRunner, program: Program
+    runner: TensorFlowRunner, program: TensorFlowProgram
 ) -> None:
     losses = []
     for devices in (runs_on(program), by_tower(program), runs_on(program)):
@@ -118,7 +121,9 @@ def test_random_ops_draw_the_same_numbers_in_every_run() -> None:
     assert returned[1] == returned[0]
 
 
-def test_every_op_runs_where_it_is_put(runner: TensorFlowRunner, program: Program) -> None:
+def test_every_op_runs_where_it_is_put(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     for devices in (runs_on(program, 1), by_tower(program), runs_on(program, 0)):
         run = runner.measure(devices)
         assert run.measurement.ok, run.measurement.reason
@@ -126,7 +131,7 @@ def test_every_op_runs_where_it_is_put(runner: TensorFlowRunner, program: Progra
 
 
 def test_the_check_finds_an_op_that_ran_elsewhere(
-    runner: TensorFlowRunner, program: Program
+    runner: TensorFlowRunner, program: TensorFlowProgram
 ) -> None:
     # TensorFlow reads a variable where it is, whatever it is told.
     types = program.graph.op_types
@@ -137,45 +142,55 @@ def test_the_check_finds_an_op_that_ran_elsewhere(
     assert "not /job:worker/replica:0/task:1" in run.misplaced[0]
 
 
-def test_peak_memory_is_of_the_devices_used(runner: TensorFlowRunner, program: Program) -> None:
+def test_peak_memory_is_of_the_devices_used(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     left, right = runner.measure(runs_on(program, 1)).measurement.peak_bytes
     assert left == 0
     assert right >= 2 * 128 * 128 * 4
 
 
-def test_a_trace_has_the_ops_and_what_was_sent(runner: TensorFlowRunner, program: Program) -> None:
+def test_a_trace_has_the_ops_and_what_was_sent(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     trace = runner.measure(by_tower(program), traces=2).trace
     assert trace is not None
-    known = set(trace["ops"])
+    known = set(trace.op_seconds)
     products = [
         name
         for name, type_ in zip(program.graph.op_names, program.graph.op_types, strict=True)
         if type_ == "MatMul"
     ]
     assert set(products) <= known
-    assert all(trace["ops"][name] > 0 for name in products)
-    assert {name: trace["devices"][name] for name in products} == {
+    assert all(trace.op_seconds[name] > 0 for name in products)
+    assert {name: trace.device_of[name] for name in products} == {
         name: device
         for name, device in zip(program.graph.op_names, by_tower(program), strict=True)
         if name in products
     }
     # The inputs lie on one device and both towers read them.
-    assert max(transfer["bytes"] for transfer in trace["transfers"]) == 32 * 128 * 4
+    assert max(transfer.bytes for transfer in trace.transfers) == 32 * 128 * 4
 
 
-def test_hopeless_placements_are_cut_short(runner: TensorFlowRunner, program: Program) -> None:
+def test_hopeless_placements_are_cut_short(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     run = runner.measure(by_tower(program), best_seconds=1e-9)
     assert run.measurement.ok
     assert len(run.measurement.step_seconds) == 2
 
 
-def test_keeps_the_contract_of_evaluators(runner: TensorFlowRunner, program: Program) -> None:
+def test_keeps_the_contract_of_evaluators(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     problem = make_problem(program.graph, CPU2)
     evaluator = MeasuredEvaluator(problem, runner)
     check_evaluator(evaluator, placements=sample_placements(problem, 3), deterministic=False)
 
 
-def test_constraints_hold_for_measurements_too(runner: TensorFlowRunner, program: Program) -> None:
+def test_constraints_hold_for_measurements_too(
+    runner: TensorFlowRunner, program: TensorFlowProgram
+) -> None:
     constraints = Constraints(pins=(("left", "cpu:0"),))
     problem = make_problem(program.graph, CPU2, constraints=constraints)
     everything_right = sample_placements(make_problem(program.graph, CPU2), 1)[0]
@@ -189,13 +204,43 @@ def test_constraints_hold_for_measurements_too(runner: TensorFlowRunner, program
     assert "kept off cpu:1 by a constraint" in measurement.reason
 
 
+def test_keeps_the_contract_of_runners() -> None:
+    program = towers()
+    config = RunConfig(steps=4, max_steps=5, time_limit_seconds=30.0)
+    with TensorFlowRunner(program, CPU2, config) as runner:
+
+        def kill() -> None:
+            client = runner.pids[-1]
+            os.kill(client, signal.SIGKILL)
+            wait_for(lambda: gone(client))
+
+        check_runner(runner, kill=kill)
+
+
+def test_keeps_the_contract_of_backends() -> None:
+    def devices_in(graph: Any) -> dict[str, str]:
+        return {op.name: op.device for op in graph.get_operations()}
+
+    check_backend(BACKEND, towers_graph(), devices_in=devices_in)
+
+
+def test_asking_what_it_accepts_imports_no_framework() -> None:
+    code = (
+        "import sys; from placewright.backends import backend_of; "
+        "print(*(backend_of(s) is not None for s in ('rnnlm', 'x.pb', 3)), "
+        "'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False", "False", "False"], done.stderr
+
+
 def test_an_evaluator_of_another_graph_is_refused(runner: TensorFlowRunner) -> None:
     other = small(lambda: tf.add(1.0, 2.0, name="sum"), ["sum:0"])
     with pytest.raises(PlacementError, match="another batch or scale"):
         MeasuredEvaluator(make_problem(other.graph, CPU2), runner)
 
 
-def test_adds_steps_while_they_differ(program: Program) -> None:
+def test_adds_steps_while_they_differ(program: TensorFlowProgram) -> None:
     config = RunConfig(steps=3, max_steps=7, precision=1e-12)
     with TensorFlowRunner(program, Cluster.load("local"), config) as runner:
         assert runner.in_one_process
@@ -239,19 +284,19 @@ def test_cores_are_shared_out() -> None:
 # --- programs and feeds --------------------------------------------------------------------------
 
 
-def test_a_program_has_the_ops_of_the_graph(program: Program) -> None:
+def test_a_program_has_the_ops_of_the_graph(program: TensorFlowProgram) -> None:
     assert program.graph == load(towers_graph(), fetches=["train", "loss:0"])
     assert program.results == ("loss:0",)
     assert set(program.initializers) == {"left/kernel", "right/kernel"}
 
 
-def test_a_graph_file_cannot_be_run(tmp_path: Path, program: Program) -> None:
+def test_a_graph_file_cannot_be_run(tmp_path: Path, program: TensorFlowProgram) -> None:
     program.graph.save(tmp_path / "towers.json")
     with pytest.raises(ModelError, match="cannot be run; give the TensorFlow model"):
         load_program(tmp_path / "towers.json")
 
 
-def test_an_input_that_cannot_be_made_up(program: Program) -> None:
+def test_an_input_that_cannot_be_made_up(program: TensorFlowProgram) -> None:
     def build() -> None:
         text = tf.compat.v1.placeholder(tf.string, [3], name="text")
         tf.strings.length(text, name="length")
@@ -269,7 +314,7 @@ def test_an_iterator_cannot_be_run() -> None:
         small(build, ["next:0"])
 
 
-def test_feeds(tmp_path: Path, program: Program) -> None:
+def test_feeds(tmp_path: Path, program: TensorFlowProgram) -> None:
     made = make_feeds(program.inputs, seed=3)
     assert made["x"].shape == (32, 128)
     assert np.array_equal(made["x"], make_feeds(program.inputs, seed=3)["x"])
@@ -287,7 +332,7 @@ def test_feeds(tmp_path: Path, program: Program) -> None:
         ({"x": np.zeros((32, 128), complex)}, "input 'x' is float32, what is fed is complex128"),
     ],
 )
-def test_wrong_feeds(program: Program, feeds: dict[str, Any], message: str) -> None:
+def test_wrong_feeds(program: TensorFlowProgram, feeds: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         make_feeds(program.inputs, feeds)
 
@@ -306,7 +351,9 @@ def test_feeds_are_never_unpickled(tmp_path: Path) -> None:
 # --- faults --------------------------------------------------------------------------------------
 
 
-def test_tensorflow_is_not_installed(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorflow_is_not_installed(
+    program: TensorFlowProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = TensorFlowRunner(program, CPU2)
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'placewright\[tensorflow\]'"):
@@ -396,7 +443,7 @@ def test_what_failed_runs_left_behind_is_not_counted() -> None:
         assert again.peak_bytes[1] < 1e6  # the copy of 4 MB is of the placements before
 
 
-def test_more_than_a_devices_memory(program: Program) -> None:
+def test_more_than_a_devices_memory(program: TensorFlowProgram) -> None:
     def build() -> None:
         big = tf.random.normal([8000, 1000], name="big")
         tf.reduce_sum(big, name="sum")
@@ -412,7 +459,7 @@ def test_more_than_a_devices_memory(program: Program) -> None:
         assert runner.restarts == 0  # TensorFlow survives it
 
 
-def test_a_device_that_dies_or_takes_too_long(program: Program) -> None:
+def test_a_device_that_dies_or_takes_too_long(program: TensorFlowProgram) -> None:
     config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
@@ -449,7 +496,7 @@ def test_a_device_that_dies_or_takes_too_long(program: Program) -> None:
     [(0, True), (1, True), (1, False), (2, True)],
     ids=["master", "other device", "device not used", "client"],
 )
-def test_a_process_that_hangs(program: Program, number: int, used: bool) -> None:
+def test_a_process_that_hangs(program: TensorFlowProgram, number: int, used: bool) -> None:
     config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
@@ -466,7 +513,7 @@ def test_a_process_that_hangs(program: Program, number: int, used: bool) -> None
         assert runner.measure(by_tower(program)).measurement.ok
 
 
-def test_signs_of_life(program: Program) -> None:
+def test_signs_of_life(program: TensorFlowProgram) -> None:
     with TensorFlowRunner(program, CPU2) as runner:
         runner.start()
         assert runner._silent() == ""
@@ -475,7 +522,7 @@ def test_signs_of_life(program: Program) -> None:
         assert runner._silent() == "the process of device cpu:1"
 
 
-def test_a_port_that_is_taken(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken(program: TensorFlowProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -505,7 +552,7 @@ def test_a_port_that_is_taken(program: Program, monkeypatch: pytest.MonkeyPatch)
             assert not any(gone(pid) for pid in ours.pids)
 
 
-def test_what_others_keep_on_their_servers_stays(program: Program) -> None:
+def test_what_others_keep_on_their_servers_stays(program: TensorFlowProgram) -> None:
     ports = free_ports(2)
     quick = RunConfig(steps=3, max_steps=3)
     graph = tf.Graph()
@@ -536,7 +583,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         import signal
         import sys
         from placewright.cluster import Cluster
-        from placewright.backends.config import RunConfig
+        from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
         from placewright.backends.tensorflow.runner import TensorFlowRunner
         from tests.towers import towers
 
@@ -551,7 +598,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         """
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -590,13 +637,13 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
         RunConfig(**settings)
 
 
-def test_addresses_are_for_all_devices_or_none(program: Program) -> None:
+def test_addresses_are_for_all_devices_or_none(program: TensorFlowProgram) -> None:
     with pytest.raises(WorkerError, match="no address for device cpu:1"):
         TensorFlowRunner(program, CPU2, RunConfig(addresses={"cpu:0": "localhost:1"}))
 
 
 @pytest.mark.slow
-def test_hundreds_of_placements_do_not_grow(program: Program) -> None:
+def test_hundreds_of_placements_do_not_grow(program: TensorFlowProgram) -> None:
     rng = np.random.default_rng(0)
     problem = make_problem(program.graph, CPU2)
 

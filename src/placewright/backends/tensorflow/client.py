@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from placewright.backends.processes import read_all, serve
-from placewright.measurement import half_width
+from placewright.backends.timing import Timing
 
 _LOST = ("UnavailableError", "AbortedError", "CancelledError")
 """Errors that say that a device's process is gone, not that the placement is wrong."""
@@ -127,20 +127,18 @@ class Client:
             answer: dict[str, Any] = {"outcome": "ok"}
             metadata = self._v1.RunMetadata()
             self._stepped = True
-            result = self._run(session, deadline, metadata, partitions=request["check"])
+            results = [self._run(session, deadline, metadata, partitions=request["check"])]
             if request["check"]:
                 answer["misplaced"] = self._misplaced(metadata, request["devices"])
             answer["peak_bytes"] = self._peak_bytes(metadata, request["devices"])
-            warm = time.monotonic()
-            seconds: list[float] = []
-            results = [result]
-            while self._wants_more(seconds, request):
-                started = time.monotonic()
-                result = self._run(session, deadline)
-                seconds.append(time.monotonic() - started)
+
+            def step() -> None:
                 if not request["train_steps"]:
                     results.clear()  # what is not a number stays so: the last step tells
-                results.append(result)
+                results.append(self._run(session, deadline))
+
+            warm = time.monotonic()
+            seconds = Timing(**request["timing"]).time(step)
             stepped = time.monotonic() - warm
             bad = next(filter(None, map(self._not_a_number, results)), "")
             if bad:
@@ -152,18 +150,6 @@ class Client:
                 answer["trace"] = self._trace(session, deadline, request["traces"])
         answer["overhead_seconds"] = time.monotonic() - began - stepped
         return answer
-
-    def _wants_more(self, seconds: Sequence[float], request: Mapping[str, Any]) -> bool:
-        settings = self._settings
-        if request["train_steps"]:
-            return len(seconds) < int(request["train_steps"]) - 1
-        if len(seconds) >= 2 and min(seconds) > request["give_up_seconds"]:
-            return False
-        if len(seconds) < settings["steps"] - 1:
-            return True
-        if not request["adaptive"] or len(seconds) >= settings["max_steps"] - 1:
-            return False
-        return half_width(seconds) > float(settings["precision"]) * statistics.fmean(seconds)
 
     def _initialize(self, session: Any, devices: Sequence[int], deadline: float) -> None:
         missing = [
@@ -272,10 +258,10 @@ class Client:
                         nanos = node.all_end_rel_nanos or 1000 * node.all_end_rel_micros
                         ops.setdefault(name, []).append(nanos * 1e-9)
         return {
-            "ops": {name: statistics.median(seconds) for name, seconds in ops.items()},
-            "devices": ran_on,
+            "op_seconds": {name: statistics.median(seconds) for name, seconds in ops.items()},
+            "device_of": ran_on,
             "transfers": [
-                {"edge": edge, "bytes": sizes.get(edge, 0), "seconds": statistics.median(seconds)}
+                (edge, sizes.get(edge, 0), statistics.median(seconds))
                 for edge, seconds in transfers.items()
             ],
             "step_seconds": steps,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from placewright.backends.base import Input
 from placewright.backends.tensorflow._tf import GraphDef, NodeDef, op_def, tf
 from placewright.backends.tensorflow.convert import VARIABLES
 from placewright.backends.tensorflow.graphdef import FlatGraph, op_name
@@ -15,16 +16,8 @@ from placewright.errors import ModelError
 from placewright.graph import Graph
 
 
-class Input(NamedTuple):
-    """What a step must be fed with."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class TensorFlowProgram:
     """A `Graph` and what it takes to run it. The nodes have the names of the graph's ops."""
 
     graph: Graph
@@ -39,9 +32,10 @@ class Program:
     """Tensors that a step returns, such as the loss."""
     initializers: Mapping[str, str]
     """Op that owns a variable -> op that sets its first value."""
+    backend: str = "tensorflow"
 
 
-def make_program(step: Step) -> Program:
+def make_program(step: Step) -> TensorFlowProgram:
     original = tf.compat.v1.GraphDef()
     original.CopyFrom(step.graph_def)  # flattening throws away the initialisers
     flat = step.flat()
@@ -61,7 +55,7 @@ def make_program(step: Step) -> Program:
     names = {node.name for node in flat.nodes}
     fetched = [op_name(fetch) for fetch in step.fetches]
     results = tuple(result for result in step.roles.results if op_name(result) in names)
-    return Program(
+    return TensorFlowProgram(
         graph=graph,
         graph_def=program.SerializeToString(),
         inputs=tuple(

@@ -1,0 +1,34 @@
+"""Makes the simulator predict this machine: costs and links from measurements.
+
+Three sources, in this order. Op times come from the framework's own trace of whole steps, one for
+each kind of device: ops timed alone are 20-40% too fast. Links are timed with chains of real
+tensors. What is left (dispatching, packing and unpacking by the cores that compute, how much
+devices slow each other down) is fitted to the step times of a few placements.
+"""
+
+from placewright.calibration.accuracy import Fidelity, check, fidelity, rank_correlation
+from placewright.calibration.costs_file import Calibration, calibrated_cluster
+from placewright.calibration.drift import Pace, Timed, in_turns
+from placewright.calibration.fitting import Correction, corrected, fit
+from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table
+from placewright.calibration.whole import calibrate, varied_placements
+
+__all__ = [
+    "LINK_BYTES",
+    "Calibration",
+    "Correction",
+    "Fidelity",
+    "Pace",
+    "Timed",
+    "calibrate",
+    "calibrated_cluster",
+    "check",
+    "corrected",
+    "fidelity",
+    "fit",
+    "in_turns",
+    "measure_links",
+    "op_table",
+    "rank_correlation",
+    "varied_placements",
+]

@@ -1,0 +1,83 @@
+"""What is measured piece by piece: ops in traces of whole steps, and links."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placewright.backends import Run, Runner
+from placewright.cluster import Cluster, Link
+from placewright.costs import Costs, Source
+from placewright.graph import FloatArray, frozen
+from placewright.problem import Problem
+
+LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of the tensors that links are timed with."""
+
+
+def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
+    """Op times from traced runs: device number -> a run with everything (that can be) on it.
+
+    The times are scaled, or given an equal share of what is missing for dispatching, so that those
+    on that device add up to the step as it is without tracing. What several devices of a kind say
+    is averaged.
+    """
+    graph, cluster = problem.graph, problem.cluster
+    kinds = tuple(kind.name for kind in cluster.kinds)
+    total = np.zeros((len(kinds), graph.num_ops))
+    count = np.zeros(total.shape)
+    for device, run in runs.items():
+        assert run.trace is not None
+        traced = np.array([run.trace.op_seconds.get(name, np.nan) for name in graph.op_names])
+        ran_on = np.array([run.trace.device_of.get(name, -1) for name in graph.op_names])
+        if cluster.devices[device].kind.slots == 1:
+            own = ran_on == device
+            traced[own] = _as_long_as(traced[own], run.measurement.mean_seconds)
+        for other in range(cluster.num_devices):
+            k, on = int(cluster.kind_of_device[other]), ran_on == other
+            total[k, on] += traced[on]
+            count[k, on] += 1
+    return Costs(
+        kinds=kinds,
+        op_seconds=frozen(total / np.maximum(count, 1)),
+        source=frozen(np.where(count > 0, Source.TABLE, Source.ROOFLINE).astype(np.uint8)),
+    )
+
+
+def _as_long_as(traced: FloatArray, step: float) -> FloatArray:
+    total = float(traced.sum())
+    if total <= 0:
+        return traced
+    if total > step:  # tracing itself takes time
+        return traced * (step / total)
+    return traced + (step - total) / len(traced)
+
+
+def measure_links(runner: Runner, cluster: Cluster) -> Cluster:
+    """The runner's cluster, or another description of it, with latency and bandwidth of its links
+    as measured with real tensors.
+
+    Links to switches are left as they are.
+    """
+    hops = runner.time_links(LINK_BYTES)
+    links = tuple(
+        _fit_link(link, hops[link.name]) if link.name in hops else link for link in cluster.links
+    )
+    return dataclasses.replace(cluster, links=links)
+
+
+def _fit_link(link: Link, hops: Sequence[float]) -> Link:
+    """Latency and bandwidth whose relative errors over all sizes are least."""
+    sizes, seconds = np.array(LINK_BYTES, dtype=float), np.array(hops)
+    weights = 1.0 / seconds
+    columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, np.newaxis]
+    (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)
+    latency = float(max(latency, 1e-6))
+    return dataclasses.replace(
+        link,
+        latency_seconds=latency,
+        bandwidth=float(1.0 / max(per_byte, 1e-13)),
+        gap_seconds=None if link.gap_seconds is None else min(link.gap_seconds, latency),
+    )

@@ -1,0 +1,97 @@
+"""A framework of its own: functions that sleep, run by a thread for each device."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from placewright.backends.base import Backend, Input, LoadOptions, Plan, Run, RunConfig, Trace
+from placewright.backends.timing import Timing
+from placewright.cluster import Cluster
+from placewright.errors import WorkerError
+from placewright.graph import Edge, Graph, Op, Tensor
+from placewright.measurement import Measurement, Outcome
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Functions by name, and the names of those that each waits for."""
+
+    functions: Mapping[str, Callable[[], object]]
+    reads: Mapping[str, Sequence[str]]
+    devices: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToyProgram:
+    model: Toy
+    graph: Graph
+    inputs: tuple[Input, ...] = ()
+    backend: str = "toy"
+
+
+class ToyRunner(contextlib.ExitStack):
+    def __init__(self, program: ToyProgram, cluster: Cluster, config: RunConfig) -> None:
+        super().__init__()
+        self.program, self.cluster, self.config = program, cluster, config
+        threads = (ThreadPoolExecutor(1, name) for name in cluster.device_names)
+        self._threads = [self.enter_context(thread) for thread in threads]
+        self.callback(self._threads.clear)
+
+    def start(self) -> None:
+        if not self._threads:
+            raise WorkerError("the runner is closed")
+
+    def measure(self, devices: Any, *, best_seconds: float | None = None, traces: int = 0,
+                adaptive: bool = True) -> Run:  # fmt: skip
+        self.start()
+        timing = Timing.of(self.config, best_seconds, adaptive=adaptive)
+        where = dict(zip(self.program.graph.op_names, map(int, devices), strict=True))
+        try:
+            op_seconds = self._step(devices)
+            seconds = timing.time(lambda: self._step(devices))
+        except Exception as error:
+            return Run(measurement=Measurement(outcome=Outcome.FAILED, reason=repr(error)))
+        measurement = Measurement(outcome=Outcome.OK, step_seconds=tuple(seconds))
+        trace = Trace(op_seconds=op_seconds, device_of=where) if traces else None
+        return Run(measurement=measurement, trace=trace)
+
+    def _step(self, devices: Any) -> dict[str, float]:
+        done: dict[str, Any] = {}
+
+        def work(name: str) -> float:
+            for other in self.program.model.reads.get(name, ()):
+                done[other].result()
+            started = time.monotonic()
+            self.program.model.functions[name]()
+            return time.monotonic() - started
+
+        for name, device in zip(self.program.graph.op_names, devices, strict=True):
+            done[name] = self._threads[int(device)].submit(work, name)
+        return {name: future.result() for name, future in done.items()}
+
+    def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
+        return {link.name: [1e-6 + size / 1e9 for size in sizes] for link in self.cluster.links}
+
+
+class ToyBackend(Backend):
+    name, extra = "toy", ""
+
+    def accepts(self, source: object) -> bool:
+        return isinstance(source, Toy)
+
+    def load(self, source: Toy, options: LoadOptions) -> ToyProgram:
+        ops = [Op(name=name, type="Sleep", outputs=(Tensor(4),)) for name in source.functions]
+        edges = [Edge(other, name) for name, others in source.reads.items() for other in others]
+        return ToyProgram(source, Graph.from_ops("toy", ops, edges))
+
+    def runner(self, program: ToyProgram, cluster: Cluster, config: RunConfig | None = None,
+               feeds: object = None) -> ToyRunner:  # fmt: skip
+        return ToyRunner(program, cluster, config or RunConfig())
+
+    def apply(self, target: Toy, plan: Plan) -> Toy:
+        return replace(target, devices=plan.device_of)
