@@ -186,7 +186,7 @@ def place(
         common.print_json(result.summary(command))
     else:
         _print_table(problem, result.table, result.best_single)
-        _print_answer(result, directory)
+        _print_answer(result, directory, traced=not brief)
     if brief:
         common.console.print(
             f"stopped: no trace and no report; placewright report {common.escaped(directory)} "
@@ -495,7 +495,7 @@ def _how_to_go_on(directory: str) -> str:
     return f"the same command with --resume {common.escaped(directory)} instead of -o goes on"
 
 
-def _print_answer(result: Result, directory: str) -> None:
+def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     say = common.console.print
     if result.best is None:
         say(f"[red]no placement found:[/red] {common.escaped(result.why_none())}")
@@ -543,4 +543,5 @@ def _print_answer(result: Result, directory: str) -> None:
         say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
     if result.interrupted:
         say(f"stopped early; {_how_to_go_on(directory)}")
-    say(f"the placement is in {folder}/placement.json, its timeline in {folder}/trace.json")
+    drawn = f", its timeline in {folder}/trace.json" if traced else ""
+    say(f"the placement is in {folder}/placement.json{drawn}")
