@@ -266,11 +266,19 @@ class Problem:
 
     @cached_property
     def busy_seconds(self) -> FloatArray:
-        """[D, N] how long each op occupies a device, issuing it included where the device does
-        that itself."""
-        overhead = self.costs.overhead_seconds[self.cluster.kind_of_device]
+        """[D, N] how long each op occupies a device, the device's own overhead included."""
         seconds = self.costs.op_seconds[self.cluster.kind_of_device]
-        return frozen(seconds + np.where(self.cluster.issued_apart[:, np.newaxis], 0.0, overhead))
+        return frozen(seconds + self.device_overhead_seconds)
+
+    @cached_property
+    def device_overhead_seconds(self) -> FloatArray:
+        """[D, N] the part of that which is not the op's own work: gaps between kernels, and issuing
+        the op where the device does that itself."""
+        kinds = self.cluster.kind_of_device
+        issuing = np.where(
+            self.cluster.issued_apart[:, np.newaxis], 0.0, self.costs.overhead_seconds[kinds]
+        )
+        return frozen(self.costs.gap_seconds[kinds] + issuing)
 
     @cached_property
     def issue_seconds(self) -> FloatArray:

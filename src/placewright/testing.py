@@ -243,7 +243,10 @@ def random_problem(
     if issue is not None:
         cluster = replace(cluster, issue=issue)
         overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
-        costs = replace(costs, overhead_seconds=frozen(overhead_seconds))
+        gap_seconds = more.integers(0, 3, size=costs.op_seconds.shape) / 1024
+        costs = replace(
+            costs, overhead_seconds=frozen(overhead_seconds), gap_seconds=frozen(gap_seconds)
+        )
     return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
 
 
