@@ -13,6 +13,7 @@ from placewright.cli.evaluation import (
     AddressOption,
     FeedsOption,
     LimitMemoryOption,
+    OpenServersOption,
     TimeLimitOption,
     require_here,
     run_config,
@@ -54,6 +55,7 @@ def calibrate(
     time_limit: TimeLimitOption = 120.0,
     limit_memory: LimitMemoryOption = False,
     address: AddressOption = None,
+    open_servers: OpenServersOption = False,
     group_by: common.GroupByOption = None,
     groups: common.GroupsOption = None,
     scale: common.ScaleOption = "paper",
@@ -84,7 +86,7 @@ def calibrate(
             check_new(path, CostsError)
     if plot is not None and importlib.util.find_spec("plotly") is None:
         raise MissingExtraError("a plot as HTML", "report")
-    config = run_config(model, address, time_limit, limit_memory)
+    config = run_config(model, address, time_limit, limit_memory, open_servers=open_servers)
     machine = Cluster.load(cluster)
     require_here(model, machine, config)
     inputs = None if feeds is None else load_feeds(feeds)

@@ -44,6 +44,15 @@ AddressOption = Annotated[
     ),
 ]
 
+OpenServersOption = Annotated[
+    bool,
+    typer.Option(
+        "--open-servers",
+        help="For systems that allow no private network: let TensorFlow's servers listen on all "
+        "interfaces, where whoever reaches them can read and write your files.",
+    ),
+]
+
 
 def run_config(
     model: str, address: list[str] | None, time_limit: float, limit_memory: bool, **more: Any

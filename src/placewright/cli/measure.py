@@ -13,6 +13,7 @@ from placewright.cli.evaluation import (
     AddressOption,
     FeedsOption,
     LimitMemoryOption,
+    OpenServersOption,
     TimeLimitOption,
     require_here,
     run_config,
@@ -51,6 +52,7 @@ def measure(
         bool, typer.Option("--check", help="Check that every op ran where the placement puts it.")
     ] = False,
     address: AddressOption = None,
+    open_servers: OpenServersOption = False,
     group_by: common.GroupByOption = None,
     groups: common.GroupsOption = None,
     together: common.TogetherOption = None,
@@ -72,7 +74,7 @@ def measure(
         raise common.UsageError("give either --placement FILE or --device NAME")
     config = run_config(
         model, address, time_limit, limit_memory, steps=steps, max_steps=max(steps, 40),
-        optimize=optimize, check=check,
+        optimize=optimize, check=check, open_servers=open_servers,
     )  # fmt: skip
     machine = Cluster.load(cluster)
     require_here(model, machine, config)

@@ -115,6 +115,7 @@ def place(
     time_limit: evaluation.TimeLimitOption = 120.0,
     limit_memory: evaluation.LimitMemoryOption = False,
     address: evaluation.AddressOption = None,
+    open_servers: evaluation.OpenServersOption = False,
     controllers: distribution.ControllersOption = None,
     workers: distribution.WorkersOption = None,
     ray_address: distribution.RayAddressOption = None,
@@ -143,7 +144,9 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = _output_directory(output, resume, model, cluster)
     machine = Cluster.load(cluster)
-    real = evaluation.run_config(model, address, time_limit, limit_memory)
+    real = evaluation.run_config(
+        model, address, time_limit, limit_memory, open_servers=open_servers
+    )
     how = distribution.choose(team_config, evaluate, model, machine, resume, limits, real)
     program = None
     if how == evaluation.SIMULATE:
