@@ -93,7 +93,7 @@ def test_inside_all_reach_each_other_and_nobody_outside_does(network: PrivateNet
             assert asked.stdout == "hello\n", asked.stderr
             addresses = {"127.0.0.1", "::1", *socket.gethostbyname_ex(socket.gethostname())[2]}
             for address in addresses:
-                with pytest.raises(OSError, match="refused|timed out|assign"):
+                with pytest.raises(OSError, match=r"refused|timed out|assign"):
                     socket.create_connection((address, int(port)), timeout=2)
             # Another private network is another one.
             with contextlib.closing(PrivateNetwork()) as other:
@@ -176,7 +176,7 @@ def test_nobody_needs_to_be_root(tmp_path: Path) -> None:
 
 
 def test_elsewhere_than_on_linux_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="a thing of Linux"):
         PrivateNetwork()
 

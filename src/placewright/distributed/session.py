@@ -100,7 +100,8 @@ def _local() -> Iterator[dict[str, Any]]:
         yield {
             "address": "local",
             "_node_ip_address": "127.0.0.1",
-            "_temp_dir": folder,
+            # Ray lets everybody write to its folder; nobody else gets into the one around it.
+            "_temp_dir": os.path.join(folder, "ray"),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     finally:
