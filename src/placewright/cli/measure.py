@@ -44,6 +44,7 @@ def measure(
             "optimize",
             "check",
             "addresses",
+            "open_servers",
             config=RunOptions,
         ),
     ],
