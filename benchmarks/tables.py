@@ -44,6 +44,15 @@ def source(name: str) -> Source:
         return Source("placers/placers.csv", made)
     if part == "learning":
         return _learning(rest)
+    if part == "costs":
+        from benchmarks import costs
+
+        made = {"steps": costs.step_table, "types": costs.type_table}[rest]
+        return Source(f"costs/{rest}.csv", made)
+    if part == "large":
+        from benchmarks import large
+
+        return Source("large/large.csv", large.large_table)
     if part == "simulator":
         from benchmarks import simulator
 

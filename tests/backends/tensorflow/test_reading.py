@@ -1022,7 +1022,8 @@ def test_file_over_two_gigabytes(tmp_path: Path) -> None:
 def test_folder_that_is_no_saved_model(tmp_path: Path) -> None:
     assert fails(lambda: load(tmp_path)) == (
         f"{tmp_path}: there is no model in it that is known; known are .json or .json.gz (graph "
-        "file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's directory"
+        "file), .pb or .pbtxt (TensorFlow GraphDef), .meta (MetaGraph) or a SavedModel's "
+        "directory, FILE.py:FUNCTION or package.module:FUNCTION (PyTorch), .pt2 (torch.export)"
     )
     (tmp_path / "saved_model.pb").write_bytes(b"\xff\xff\xff")
     assert "not a SavedModel" in fails(lambda: load(tmp_path))
