@@ -9,22 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch: Any = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import placewright.torch as pt  # noqa: E402
-from placewright.backends import load  # noqa: E402
-from placewright.backends.pytorch import models  # noqa: E402
-from placewright.backends.pytorch.exporting import Task  # noqa: E402
-from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program  # noqa: E402
-from placewright.errors import ClusterError, ModelError, PlacementError, SearchError  # noqa: E402
-from placewright.graph import Work  # noqa: E402
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-nn, F = torch.nn, torch.nn.functional
+import placewright.torch as pt
+from placewright.backends import load
+from placewright.backends.pytorch import models
+from placewright.backends.pytorch.exporting import Task
+from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
+from placewright.errors import ClusterError, ModelError, PlacementError, SearchError
+from placewright.graph import Work
+
 DEVICES = ("cpu:0", "cpu:1")
 
 
-class Net(nn.Module):  # type: ignore[misc]
+class Net(nn.Module):
     """Branches, tied weights, batch norm, dropout, writes in place, a literal, a no_grad part."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +106,7 @@ def test_the_flops_of_a_linear_layer_and_its_gradients() -> None:
 
 
 def test_views_cost_nothing_and_share_memory() -> None:
-    class Views(nn.Module):  # type: ignore[misc]
+    class Views(nn.Module):
         def forward(self, x: Any) -> Any:
             a, b = x.exp().view(2, 8).transpose(0, 1).chunk(2, 0)
             return a + b
@@ -123,7 +128,7 @@ def test_a_model_on_meta_has_the_graph_of_the_model_and_its_gradients() -> None:
 
 
 def test_calls_of_one_module_are_steps_of_it() -> None:
-    class Twice(nn.Module):  # type: ignore[misc]
+    class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.cell = nn.Linear(4, 4)
@@ -244,7 +249,7 @@ def test_what_a_device_map_cannot_say_is_said() -> None:
         random_plan(tied, "module", seed).device_map()
 
 
-class Exit(nn.Module):  # type: ignore[misc]
+class Exit(nn.Module):
     """Values decide what is computed."""
 
     def __init__(self) -> None:
@@ -312,15 +317,15 @@ def test_devices_that_are_not_there() -> None:
 
 
 def test_an_op_without_a_kernel_says_where_it_can_run() -> None:
-    @torch.library.custom_op("placewright_test::double", mutates_args=(), device_types="cuda")  # type: ignore[untyped-decorator]
+    @torch.library.custom_op("placewright_test::double", mutates_args=(), device_types="cuda")
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    @double.register_fake  # type: ignore[untyped-decorator]
+    @double.register_fake
     def _(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    class Doubled(nn.Module):  # type: ignore[misc]
+    class Doubled(nn.Module):
         def forward(self, x: Any) -> Any:
             return double(x)
 
