@@ -105,17 +105,21 @@ def predicted(graph: Graph, mode: str) -> Timeline:
     graph, seconds = as_in_pytorch(graph, cluster, fused=mode == "captured")
     costs = estimate_costs(graph, cluster)
     own = np.where(np.isnan(seconds), costs.op_seconds, seconds)
-    costs = dataclasses.replace(costs, op_seconds=frozen(own))
-    problem = dataclasses.replace(
-        make_problem(graph, cluster, ProblemConfig(groups=1)), costs=costs
-    )
+    # The host has more to do than to start kernels, which alone take gaps of the device.
+    kernels, _ = as_in_pytorch(graph, cluster, fused=mode == "captured", host=False)
+    gaps = estimate_costs(kernels, cluster).gap_seconds
+    costs = dataclasses.replace(costs, op_seconds=frozen(own), gap_seconds=gaps)
+    problem = make_problem(graph, cluster, ProblemConfig(groups=1))
+    problem = dataclasses.replace(problem, costs=costs)
     gpu = cluster.device_number("gpu:0")
     return Simulator(problem).timeline(Placement.of(problem, [gpu] * problem.num_groups))
 
 
-def as_in_pytorch(graph: Graph, cluster: Cluster, *, fused: bool) -> tuple[Graph, Any]:
-    """The graph with its ops' shares of PyTorch's kernels, and their seconds where they are not
-    those of the op by itself, [kinds, N]."""
+def as_in_pytorch(
+    graph: Graph, cluster: Cluster, *, fused: bool, host: bool = True
+) -> tuple[Graph, Any]:
+    """The graph with its ops' shares of PyTorch's kernels, or of what the host issues, and their
+    seconds where they are not those of the op by itself, [kinds, N]."""
     works = graph.work != Work.NONE
     launches = works.astype(np.float64)
     launches[graph.owned_bytes <= 64] = 0.0  # numbers that the host reckons with
@@ -127,18 +131,18 @@ def as_in_pytorch(graph: Graph, cluster: Cluster, *, fused: bool) -> tuple[Graph
     adam = _named(graph, r"(^|/)adam(_\d+)?/") & works
     recurrent = _named(graph, r"(^|/)(lstm|gru)(_\d+)?(_1)?/") & works & ~adam
     variables = int((graph.param_bytes > 0).sum())
-    if fused:
-        kernels, tensors = float(math.ceil(variables / TENSORS_A_KERNEL)), 7
-    else:
+    passes, tensors = (1, 7) if fused else (12, 21)
+    kernels = float(passes * math.ceil(variables / TENSORS_A_KERNEL))
+    if host and not fused:
         launches *= OPS_EACH
-        kernels, tensors = OPS_A_VARIABLE * variables, 21
+        kernels = OPS_A_VARIABLE * variables
     bytes_moved = tensors * int(graph.param_bytes.sum())
     _share(launches, seconds, adam, kernels, bytes_moved / bandwidth)
 
     # A recurrent layer: a part of a kernel for each time step, forward and back, in each of two.
     if recurrent.any():
         recurrent |= works & np.array([type_ == "AddN" for type_ in graph.op_types])
-        steps = 2 * 2 * 50 * (1.0 if fused else OPS_EACH)
+        steps = 2 * 2 * 50 * (OPS_EACH if host and not fused else 1.0)
         _share(launches, seconds, recurrent, KERNEL_A_TIME_STEP * steps,
                np.zeros((len(cluster.kinds), 1)))  # fmt: skip
     anywhere = frozen(np.zeros(graph.num_ops, dtype=np.bool_))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from placewright.cluster import Cluster, Device, DeviceKind, Link
+from placewright.cluster import ISSUES, Cluster, Device, DeviceKind, Link
 from placewright.costs import Costs, Source, estimate_costs
 from placewright.errors import CostsError
 from placewright.graph import Edge, Graph, Op, Tensor
@@ -100,7 +100,12 @@ def test_overhead_by_who_issues() -> None:
     assert not any(any(pair) for pair in overhead(graph, issue="none").values())
     kind = dataclasses.replace(GPU, gap_seconds=5e-7)
     devices = (dataclasses.replace(CLUSTER.devices[0], kind=kind), CLUSTER.devices[1])
-    assert overhead(graph, issue="none", devices=devices)["conv"] == pytest.approx([5e-7, 0])
+    for issue in ISSUES:  # a kernel takes that of the device whoever issues it
+        cluster = dataclasses.replace(CLUSTER, issue=issue, devices=devices)
+        gaps = dict(zip(graph.op_names, estimate_costs(graph, cluster).gap_seconds.T, strict=True))
+        assert gaps["conv"].tolist() == [5e-7, 0]
+        assert not gaps["read"].any()
+        assert not gaps["small"][0]
 
 
 def test_ops_that_share_a_kernel_share_its_overhead(tmp_path: Path) -> None:
@@ -121,6 +126,9 @@ def test_overhead_is_written_and_read(tmp_path: Path) -> None:
     assert costs.overhead_seconds.any()
     costs.save(tmp_path / "costs.json", model())
     assert Costs.load(tmp_path / "costs.json", model()) == costs
+    with_gaps = dataclasses.replace(costs, gap_seconds=np.where(costs.source, 1e-6, 0.0))
+    with_gaps.save(tmp_path / "gaps.json", model())
+    assert Costs.load(tmp_path / "gaps.json", model()) == with_gaps != costs
     plain = dataclasses.replace(costs, overhead_seconds=np.zeros((0, 0)))
     assert not plain.overhead_seconds.any()
     assert plain != costs

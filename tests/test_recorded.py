@@ -36,9 +36,10 @@ def test_proposals_and_times_are_those_of_the_last_version(
     problem, journals = recorded(model)
     said = journals[method]
     learners = configured_presets(methods.parse(method).names, said["learner"])
+    # That version placed groups alone.
     place(
         problem, method=method, trials=said["trials"], seed=said["seed"], learner=learners,
-        directory=tmp_path,
+        directory=tmp_path, op_level=False,
     )  # fmt: skip
     found = []
     for line in (tmp_path / "journal.jsonl").read_text().splitlines():

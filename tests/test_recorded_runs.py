@@ -47,7 +47,9 @@ def test_an_old_run_goes_on(simulated: Path) -> None:
         problem, method="single,expert,local-search", trials=150, seed=3, directory=simulated
     )
     assert result.trials == 150
-    assert result.step_seconds <= old["step_seconds"]
+    # That version's figure is of one order of ties.
+    found = [entry.best for entry in result.methods if entry.best is not None]
+    assert min(trial.measurement.mean_seconds for trial in found) <= old["step_seconds"]
     after = (simulated / "journal.jsonl").read_bytes()
     assert after.startswith(before)
     assert len(read_trials(simulated / "journal.jsonl", problem)) == 150

@@ -52,17 +52,22 @@ class Costs:
     overhead_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
     """[K, N] what issuing each op takes on top, by whom the cluster says; all 0 unless given, as
     where `op_seconds` are measurements of the whole."""
+    gap_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
+    """[K, N] what the kernels of each op take of the device besides their work, whoever issues
+    them; likewise."""
 
     def __post_init__(self) -> None:
-        if not self.overhead_seconds.size:
-            object.__setattr__(self, "overhead_seconds", frozen(np.zeros(self.op_seconds.shape)))
-        if self.overhead_seconds.shape != self.op_seconds.shape:
-            raise CostsError(
-                f"overhead of shape {self.overhead_seconds.shape} for costs of shape "
-                f"{self.op_seconds.shape}"
-            )
-        if not np.all((self.overhead_seconds >= 0) & np.isfinite(self.overhead_seconds)):
-            raise CostsError("overhead must be finite and not negative")
+        for name in ("overhead_seconds", "gap_seconds"):
+            if not getattr(self, name).size:
+                object.__setattr__(self, name, frozen(np.zeros(self.op_seconds.shape)))
+            seconds = getattr(self, name)
+            what = name.removesuffix("_seconds")
+            if seconds.shape != self.op_seconds.shape:
+                raise CostsError(
+                    f"{what} of shape {seconds.shape} for costs of shape {self.op_seconds.shape}"
+                )
+            if not np.all((seconds >= 0) & np.isfinite(seconds)):
+                raise CostsError(f"{what} must be finite and not negative")
         if self.op_seconds.shape != self.source.shape or len(self.kinds) != len(self.op_seconds):
             raise CostsError(
                 f"costs of shape {self.op_seconds.shape} for {len(self.kinds)} device kinds"
@@ -85,8 +90,9 @@ class Costs:
         digest = hashlib.sha256("\n".join(self.kinds).encode())
         digest.update(np.ascontiguousarray(self.op_seconds).tobytes())
         digest.update(np.ascontiguousarray(self.source).tobytes())
-        if self.overhead_seconds.any():  # costs from before there was overhead keep theirs
-            digest.update(np.ascontiguousarray(self.overhead_seconds).tobytes())
+        for name in ("overhead_seconds", "gap_seconds"):
+            if getattr(self, name).any():  # costs from before there was overhead keep theirs
+                digest.update(name.encode() + np.ascontiguousarray(getattr(self, name)).tobytes())
         return digest.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -116,11 +122,14 @@ class Costs:
                 kind: {
                     "seconds": [None if s == np.inf else s for s in self.op_seconds[k].tolist()],
                     "source": [Source(s).name.lower() for s in self.source[k].tolist()],
-                    **(
-                        {"overhead": self.overhead_seconds[k].tolist()}
-                        if self.overhead_seconds[k].any()
-                        else {}
-                    ),
+                    **{
+                        name: rows[k].tolist()
+                        for name, rows in (
+                            ("overhead", self.overhead_seconds),
+                            ("gap", self.gap_seconds),
+                        )
+                        if rows[k].any()
+                    },
                 }
                 for k, kind in enumerate(self.kinds)
             },
@@ -146,12 +155,16 @@ class Costs:
             sources = [
                 [Source[name.upper()] for name in entry["source"]] for entry in kinds.values()
             ]
-            overhead = [entry.get("overhead", [0.0] * graph.num_ops) for entry in kinds.values()]
+            overhead, gap = (
+                [entry.get(name, [0.0] * graph.num_ops) for entry in kinds.values()]
+                for name in ("overhead", "gap")
+            )
             costs = Costs(
                 kinds=tuple(kinds),
                 op_seconds=frozen(np.array(seconds, dtype=np.float64)),
                 source=frozen(np.array(sources, dtype=np.uint8)),
                 overhead_seconds=frozen(np.array(overhead, dtype=np.float64)),
+                gap_seconds=frozen(np.array(gap, dtype=np.float64)),
             )
         except (
             KeyError, TypeError, ValueError, AttributeError, OverflowError, CostsError
@@ -196,13 +209,12 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
             graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(names)),
         )  # fmt: skip
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
-    overhead = np.zeros(seconds.shape)
+    overhead, gap = np.zeros(seconds.shape), np.zeros(seconds.shape)
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
         overhead[k] = _overhead(kind, cluster.issue, graph)
-        if cluster.issue != "none":  # there nobody else has overhead, and this is told as such
-            seconds[k] += _gaps(kind, graph)
+        gap[k] = kind.gap_seconds * _launches(graph)
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -218,8 +230,8 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
                 source[k, told] = Source.TABLE
         missing = ~graph.runs_on(kind.type)
         # What was measured is the whole of the op.
-        overhead[k, source[k] != Source.ROOFLINE] = 0.0
-        overhead[k, missing] = 0.0
+        estimated = (source[k] == Source.ROOFLINE) & ~missing
+        overhead[k, ~estimated] = gap[k, ~estimated] = 0.0
         seconds[k, missing] = np.inf
         source[k, missing] = Source.NO_KERNEL
     return Costs(
@@ -227,6 +239,7 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
         op_seconds=frozen(seconds),
         source=frozen(source),
         overhead_seconds=frozen(overhead),
+        gap_seconds=frozen(gap),
     )
 
 
@@ -240,19 +253,18 @@ def _overhead(kind: DeviceKind, issue: str, graph: Graph) -> FloatArray:
     which holds up nobody unless the host's cores are the device.
     """
     if issue == "none":
-        return _gaps(kind, graph)
-    works = graph.work != Work.NONE
-    launches = np.where(works, graph.launches, 0.0) * graph.run_count
-    seconds = (kind.dispatch_seconds + kind.launch_seconds) * launches
+        return np.zeros(graph.num_ops)
+    seconds = (kind.dispatch_seconds + kind.launch_seconds) * _launches(graph)
     if issue == "device" and kind.type == "cpu":
+        works = graph.work != Work.NONE
         seconds[~works] = kind.dispatch_seconds * graph.run_count[~works]
-    return np.asarray(seconds, dtype=np.float64)
+    return seconds
 
 
-def _gaps(kind: DeviceKind, graph: Graph) -> FloatArray:
-    """[N] seconds that the kernels of each op take of the device besides their work."""
+def _launches(graph: Graph) -> FloatArray:
+    """[N] kernels that each op starts in a step."""
     launches = np.where(graph.work != Work.NONE, graph.launches, 0.0) * graph.run_count
-    return np.asarray(kind.gap_seconds * launches, dtype=np.float64)
+    return np.asarray(launches, dtype=np.float64)
 
 
 # --- roofline ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -153,8 +154,8 @@ def default_rules(
 ) -> tuple[Rule, ...]:
     """What the command line does: the paper's rules with scopes, coarsening without.
 
-    `target_groups` bounds the number of groups in either case; without scopes it is 200 when not
-    given, about what the paper's models have.
+    `target_groups` bounds the number of groups in either case; without scopes it follows from the
+    graph when not given (`default_groups`).
     """
     if scopes:
         rules: tuple[Rule, ...] = (
@@ -164,11 +165,17 @@ def default_rules(
             by_sole_consumer(scopes),
         )
         return rules if target_groups is None else (*rules, by_coarsening(target_groups))
-    return (
-        by_colocation,
-        by_gradient,
-        by_coarsening(200 if target_groups is None else target_groups),
-    )
+    return (by_colocation, by_gradient, by_coarsening(target_groups))
+
+
+def default_groups(graph: Graph) -> int:
+    """How many groups a graph is merged to that nobody wrote rules for.
+
+    200, about what the paper's models have, for up to 10,000 ops; beyond that twice the square root
+    of the ops, so that both the groups and what is in each grow with the graph. Searches by groups
+    take longer with the square of their number, and large graphs are also placed op by op.
+    """
+    return max(200, round(2.0 * math.sqrt(graph.num_ops)))
 
 
 # --- the rules of the paper ----------------------------------------------------------------------
@@ -332,8 +339,9 @@ def _absorb(graph: Graph, grouping: Grouping, kept: set[int]) -> Grouping:
 # --- coarsening ----------------------------------------------------------------------------------
 
 
-def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
-    """Merges until `target_groups` are left, keeping the group graph acyclic and costs balanced.
+def by_coarsening(target_groups: int | None = None, imbalance: float = 1.5) -> Rule:
+    """Merges until `target_groups` are left, keeping the group graph acyclic and costs balanced;
+    `default_groups` when not given.
 
     Rounds of matching as in multilevel acyclic partitioning (Herrmann et al., SIAM J. Sci. Comput.
     2019): in each round groups at longest-path levels 2i and 2i + 1 may merge, along an edge or as
@@ -346,7 +354,7 @@ def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
     gradient is with its forward op), the edges that go backwards between the groups of such a cycle
     are ignored: acyclic means acyclic but for them.
     """
-    if target_groups < 1:
+    if target_groups is not None and target_groups < 1:
         raise PlacementError(f"cannot make {target_groups} groups; at least 1 is needed")
 
     def apply(graph: Graph, grouping: Grouping) -> Grouping:
@@ -355,7 +363,11 @@ def by_coarsening(target_groups: int, imbalance: float = 1.5) -> Rule:
         edges = _group_edges(graph, grouping)
         edges = _without_back_edges(edges, grouping.num_groups)
         assignment = _coarsen(
-            edges, cost.tolist(), _runs_on(graph, grouping), target_groups, imbalance
+            edges,
+            cost.tolist(),
+            _runs_on(graph, grouping),
+            default_groups(graph) if target_groups is None else target_groups,
+            imbalance,
         )
         sets = DisjointSets(grouping.num_groups)
         first: dict[int, int] = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +15,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from placewright._version import VERSION
 from placewright.errors import PlacementError, SearchError
+from placewright.graph import IndexArray
 from placewright.measurement import Measurement, Trial
-from placewright.placement import Placement
+from placewright.placement import Placement, digest
 from placewright.problem import Problem
 
 logger = logging.getLogger(__name__)
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+_SHORT = 4096
+"""Placements of no more groups are written one character a group, longer ones in less."""
+
+_MOST_CHANGED = 1 / 64
+"""A long placement that differs from the last one written in full in no larger a share of its
+groups is written as that and what differs."""
 
 
 class Journal:
@@ -37,7 +49,8 @@ class Journal:
         self._problem = problem
         try:
             data = self.path.read_bytes() if self.path.is_file() else b""
-            self.trials, good = _parse(data, problem, self.path)
+            self._coder = _Coder(problem)
+            self.trials, good = _parse(data, self._coder, self.path)
             # Opened for appending only now: a journal of another problem is left untouched.
             self._file = self.path.open("ab")
             if good < len(data):
@@ -46,7 +59,8 @@ class Journal:
             raise SearchError(f"{path}: cannot be opened: {fault.strerror}") from None
 
     def append(self, trials: Sequence[Trial]) -> None:
-        lines = "".join(json.dumps(_to_json(trial), allow_nan=False) + "\n" for trial in trials)
+        records = [self._coder.to_json(trial) for trial in trials]
+        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
         try:
             self._file.write(lines.encode())
             self._file.flush()
@@ -83,7 +97,7 @@ def read_trials(path: str | Path, problem: Problem) -> list[Trial]:
         data = Path(path).read_bytes()
     except OSError as fault:
         raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
-    return _parse(data, problem, Path(path))[0]
+    return _parse(data, _Coder(problem), Path(path))[0]
 
 
 class Improvement(NamedTuple):
@@ -112,6 +126,7 @@ class Progression:
 def read_progression(path: str | Path, problem: Problem) -> Progression:
     """What a report needs of a journal: seconds for a hundred thousand trials, as only those that
     improved on the ones before are looked at closely. A torn last line is left out."""
+    coder = _Coder(problem)
     best: dict[str, float] = {}
     found: dict[str, list[Improvement]] = {}
     counts: Counter[str] = Counter()
@@ -125,13 +140,14 @@ def read_progression(path: str | Path, problem: Problem) -> Progression:
         try:
             record = json.loads(line)
             placer = str(record["placer"])
+            coder.look_at(record)
             times = record["measurement"].get("step_seconds", ())
             mean = statistics.fmean(times) if times else math.inf
             seconds = max(seconds, float(record["at_seconds"]))
             counts[placer] += 1
             improves = mean < best.get(placer, math.inf)
             if improves or (not times and placer not in failures):
-                trial = _from_json(record, problem)
+                trial = coder.from_json(record)
                 if improves:
                     best[placer] = mean
                     found.setdefault(placer, []).append(Improvement(number, trial))
@@ -152,7 +168,7 @@ def read_progression(path: str | Path, problem: Problem) -> Progression:
     )
 
 
-def _parse(data: bytes, problem: Problem, path: Path) -> tuple[list[Trial], int]:
+def _parse(data: bytes, coder: _Coder, path: Path) -> tuple[list[Trial], int]:
     """The trials, and how many bytes of the file are whole lines."""
     trials = []
     good = 0
@@ -169,46 +185,107 @@ def _parse(data: bytes, problem: Problem, path: Path) -> tuple[list[Trial], int]
                 break
             raise SearchError(f"{path}: line {number} is not JSON; was the file edited?")
         try:
-            trials.append(_from_json(record, problem))
+            coder.look_at(record)
+            trials.append(coder.from_json(record))
         except (PlacementError, KeyError, TypeError, ValueError, OverflowError) as fault:
             raise SearchError(f"{path}: line {number}: {fault}") from None
         good += len(line)
     return trials, good
 
 
-def _to_json(trial: Trial) -> dict[str, Any]:
-    devices = trial.placement.devices.tolist()
-    # One character a group keeps 100,000 trials of 300 groups at 40 MB.
-    short = max(devices, default=0) < len(_DIGITS)
-    return {
-        "placement": "".join(_DIGITS[d] for d in devices) if short else devices,
-        "measurement": trial.measurement.to_json(),
-        "placer": trial.placer,
-        "seed": trial.seed,
-        "at_seconds": trial.at_seconds,
-        "space": trial.placement.space,
-        "version": VERSION,
-    }
+class _Coder:
+    """Writes and reads the lines of one journal, whose trials may be of a problem or of the same
+    placed op by op (`Problem.refined`).
 
+    A short placement is text, one character a group: 100,000 trials of 300 groups take 40 MB. A
+    long one is `{"zlib": ...}`, its devices as bytes, compressed; or, near such a one,
+    `{"from": digest, "changed": [groups, devices]}`. The digest is that of the last line of its
+    problem that has all devices.
+    """
 
-def _from_json(record: Any, problem: Problem) -> Trial:
-    # Version 0.1.0 wrote the fingerprint of the whole problem instead, its costs included.
-    if "space" in record:
-        made_for, ours = record["space"], problem.space.fingerprint
-    else:
-        made_for, ours = record["problem"], problem.fingerprint
-    if made_for != ours:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._whole: dict[str, tuple[int, IndexArray]] = {}
+        """Of each space, by fingerprint, the last long placement written in full."""
+
+    def to_json(self, trial: Trial) -> dict[str, Any]:
+        return {
+            "placement": self._encoded(trial.placement),
+            "measurement": trial.measurement.to_json(),
+            "placer": trial.placer,
+            "seed": trial.seed,
+            "at_seconds": trial.at_seconds,
+            "space": trial.placement.space,
+            "version": VERSION,
+        }
+
+    def from_json(self, record: Any) -> Trial:
+        problem = self._problem_of(record)
+        return Trial(
+            placement=Placement.of(problem, self._decoded(record)),
+            measurement=Measurement.from_json(record["measurement"]),
+            placer=str(record["placer"]),
+            seed=int(record["seed"]),
+            at_seconds=float(record["at_seconds"]),
+        )
+
+    def look_at(self, record: Any) -> None:
+        """Remembers what lines to come may refer to; each line has to be looked at, in order."""
+        devices = record["placement"]
+        if isinstance(devices, dict) and "zlib" in devices:
+            whole = _unpacked(devices["zlib"])
+            self._whole[self._problem_of(record).space.fingerprint] = digest(whole), whole
+
+    def _problem_of(self, record: Any) -> Problem:
+        # Version 0.1.0 wrote the fingerprint of the whole problem instead, its costs included.
+        if "space" in record:
+            made_for, ours = record["space"], self._problem.space.fingerprint
+        else:
+            made_for, ours = record["problem"], self._problem.fingerprint
+        if made_for == ours:
+            return self._problem
+        # Made only where it is needed: it takes a while for a large graph.
+        if "space" in record and made_for == self._problem.refined.space.fingerprint:
+            return self._problem.refined
         raise PlacementError(
             f"a trial of {'space' if 'space' in record else 'problem'} {made_for}, this one is "
             f"{ours}; another model, cluster, grouping or constraint?"
         )
-    devices = record["placement"]
-    if isinstance(devices, str):
-        devices = [_DIGITS.index(digit) for digit in devices]
-    return Trial(
-        placement=Placement.of(problem, devices),
-        measurement=Measurement.from_json(record["measurement"]),
-        placer=str(record["placer"]),
-        seed=int(record["seed"]),
-        at_seconds=float(record["at_seconds"]),
-    )
+
+    def _encoded(self, placement: Placement) -> str | list[int] | dict[str, Any]:
+        devices = placement.devices
+        if len(devices) <= _SHORT:
+            values: list[int] = devices.tolist()
+            short = max(values, default=0) < len(_DIGITS)
+            return "".join(_DIGITS[d] for d in values) if short else values
+        if placement.space in self._whole:
+            name, whole = self._whole[placement.space]
+            changed = np.flatnonzero(devices != whole)
+            if len(changed) <= _MOST_CHANGED * len(devices):
+                return {"from": name, "changed": [changed.tolist(), devices[changed].tolist()]}
+        self._whole[placement.space] = placement.digest, devices
+        return {"zlib": base64.b64encode(zlib.compress(devices.astype("<u2").tobytes())).decode()}
+
+    def _decoded(self, record: Any) -> Sequence[int] | IndexArray:
+        devices = record["placement"]
+        if isinstance(devices, str):
+            return [_DIGITS.index(digit) for digit in devices]
+        if not isinstance(devices, dict):
+            return list(devices)
+        name, whole = self._whole[self._problem_of(record).space.fingerprint]
+        if "zlib" in devices:
+            return whole
+        if name != devices["from"]:
+            raise PlacementError("refers to a placement that no line before it has")
+        result = whole.copy()
+        groups, values = devices["changed"]
+        result[groups] = values
+        return result
+
+
+def _unpacked(text: str) -> IndexArray:
+    try:
+        data = zlib.decompress(base64.b64decode(text, validate=True))
+    except zlib.error as fault:
+        raise PlacementError(f"a placement cannot be decompressed: {fault}") from None
+    return np.frombuffer(data, dtype="<u2").astype(np.int32)

@@ -34,6 +34,7 @@ from placewright.placers.random_placement import RandomPlacement
 from placewright.placers.scotch import scotch
 from placewright.placers.single_device import single_device
 from placewright.problem import Problem
+from placewright.room import policy_bytes, why_no_room
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,16 @@ def _learned(settings: Settings) -> Placer:
     polisher = None
     if config.polish and not config.noise:
         polisher = next((p for p in settings.later if isinstance(p, LocalSearch)), None)
-    declined = _declined(settings, config)
-    if declined is not None:
+    why_not = why_no_room(
+        policy_bytes(
+            groups=settings.problem.num_groups,
+            samples=config.samples,
+            hidden=config.policy.hidden,
+        )
+    ) or _why_too_short(settings, config)
+    if why_not:
+        declined = OneShot(settings.name, settings.problem, lambda problem: ())
+        declined.notes.why_not = why_not
         return declined
     previous = settings.previous
     space = settings.problem.space.fingerprint
@@ -172,8 +181,8 @@ def _learned(settings: Settings) -> Placer:
     return learner
 
 
-def _declined(settings: Settings, config: ResolvedConfig) -> Placer | None:
-    """In place of a learner that nobody asked for by name and that has too little time to learn.
+def _why_too_short(settings: Settings, config: ResolvedConfig) -> str:
+    """Why a learner that nobody asked for by name has too little time to learn; empty if not so.
 
     Only the problem's size and the budget count, so that the same command does the same everywhere.
     """
@@ -182,21 +191,19 @@ def _declined(settings: Settings, config: ResolvedConfig) -> Placer | None:
     by_time = settings.cheap and not settings.noise and settings.trials is None
     told_how = settings.learner is not None or settings.policy is not None
     if not settings.unasked or told_how or not by_time or settings.seconds is None:
-        return None
+        return ""
     if not settings.problem.has_choice:
-        return None
+        return ""
     part_of_budget = _SHARE_BESIDE_LOCAL_SEARCH / (_SHARE_BESIDE_LOCAL_SEARCH + LocalSearch.share)
     part = settings.seconds * part_of_budget
     needs = update_seconds(config, settings.problem.num_groups, LEAST_UPDATES)
     if part >= needs:
-        return None
-    declined = OneShot(settings.name, settings.problem, lambda problem: ())
-    declined.notes.why_not = (
+        return ""
+    return (
         f"left out: {LEAST_UPDATES} updates of a policy for {settings.problem.num_groups} groups "
         f"are taken to need {needs:.2g} s, its part would be {part:.2g} s; auto has it from "
         f"{math.ceil(needs / part_of_budget)} s on"
     )
-    return declined
 
 
 def has_learned(directory: str | Path) -> bool:
@@ -337,6 +344,11 @@ def installed(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [n for n in names if there[n]], [n for n in names if not there[n]]
 
 
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**31:  # what all the libraries take
+        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
+
+
 def make(
     methods: Chosen | Sequence[str],
     problem: Problem,
@@ -357,8 +369,7 @@ def make(
     `previous` are the placers under the old ones: a policy goes on with what it has learned, as
     long as graph, grouping and devices are the same; everything else is made anew.
     """
-    if not 0 <= seed < 2**31:  # what all the libraries take
-        raise SearchError(f"the seed must be from 0 to {2**31 - 1}, not {seed}")
+    check_seed(seed)
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
         cheap=cheap, noise=noise,

@@ -146,6 +146,13 @@ class Placement:
             )
 
 
+def read_groups(path: str | Path) -> int:
+    """How many groups a placement file is about; 0 for a file that is none."""
+    document = read_json(path, PlacementError, what="placement")
+    groups = document.get("groups") if isinstance(document, dict) else None
+    return len(groups) if isinstance(groups, dict) else 0
+
+
 def allowed_or_cpu(problem: Problem, wanted: IndexArray) -> IndexArray:
     """[G] the wanted device of each group where it may go there, else its first CPU, else its first
     device: what frameworks do with an op that has no kernel ("soft placement")."""

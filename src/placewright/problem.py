@@ -16,9 +16,18 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs, calibrated_cluster, estimate_costs
 from placewright.errors import CostsError, PlacementError
 from placewright.files import read_json, write_json
-from placewright.graph import BoolArray, FloatArray, Graph, IntArray, ScopeRule, frozen
+from placewright.graph import (
+    BoolArray,
+    FloatArray,
+    Graph,
+    IndexArray,
+    IntArray,
+    ScopeRule,
+    frozen,
+)
 from placewright.grouping import (
     Grouping,
+    by_colocation,
     by_together,
     default_rules,
     each_op,
@@ -92,6 +101,9 @@ class Problem:
     costs: Costs
     forbidden: BoolArray = field(default_factory=lambda: frozen(np.zeros((0, 0), dtype=np.bool_)))
     """[G, D] devices the user does not want a group on; empty for none."""
+    units: Grouping | None = None
+    """The smallest sets of ops that may be placed separately, where there is more to it than
+    co-location: what the user wants together. Every group is made of whole units."""
 
     def __post_init__(self) -> None:
         if len(self.grouping.group_of) != self.graph.num_ops:
@@ -148,6 +160,34 @@ class Problem:
                 reasons.append(f"{device.name} is ruled out by a constraint")
         return "; ".join(dict.fromkeys(reasons))
 
+    @cached_property
+    def refined(self) -> Problem:
+        """The same problem with the finest groups there can be: ops that must be together. Itself
+        where its groups are as fine already."""
+        units = self.units or group(self.graph, (by_colocation,))
+        if units.num_groups == self.num_groups:
+            return self
+        forbidden = self.forbidden
+        if forbidden.size:
+            forbidden = frozen(forbidden[self._group_of_unit(units)])
+        return Problem(
+            graph=self.graph,
+            grouping=units,
+            cluster=self.cluster,
+            costs=self.costs,
+            forbidden=forbidden,
+            units=units,
+        )
+
+    def lifted(self, devices: IndexArray) -> IndexArray:
+        """[units] devices of the refined problem that put every op where these [G] put it."""
+        return np.asarray(devices[self._group_of_unit(self.refined.grouping)], dtype=np.int32)
+
+    def _group_of_unit(self, units: Grouping) -> IndexArray:
+        result = np.zeros(units.num_groups, dtype=np.int32)
+        result[units.group_of] = self.grouping.group_of
+        return result
+
     @property
     def num_groups(self) -> int:
         return self.grouping.num_groups
@@ -185,6 +225,8 @@ class Problem:
             "costs": self.costs.to_json(self.graph),
             "forbidden": self.forbidden.tolist(),
         }
+        if self.units is not None:
+            document["units"] = self.units.to_json(self.graph)
         write_json(path, document, PlacementError)
 
     @staticmethod
@@ -209,6 +251,9 @@ class Problem:
             cluster=cluster_format.from_document(document.get("cluster"), where=where),
             costs=Costs.from_json(document.get("costs"), graph, where=where),
             forbidden=frozen(mask),
+            units=Grouping.from_json(document["units"], graph, where=where)
+            if "units" in document
+            else None,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -221,11 +266,19 @@ class Problem:
 
     @cached_property
     def busy_seconds(self) -> FloatArray:
-        """[D, N] how long each op occupies a device, issuing it included where the device does
-        that itself."""
-        overhead = self.costs.overhead_seconds[self.cluster.kind_of_device]
+        """[D, N] how long each op occupies a device, the device's own overhead included."""
         seconds = self.costs.op_seconds[self.cluster.kind_of_device]
-        return frozen(seconds + np.where(self.cluster.issued_apart[:, np.newaxis], 0.0, overhead))
+        return frozen(seconds + self.device_overhead_seconds)
+
+    @cached_property
+    def device_overhead_seconds(self) -> FloatArray:
+        """[D, N] the part of that which is not the op's own work: gaps between kernels, and issuing
+        the op where the device does that itself."""
+        kinds = self.cluster.kind_of_device
+        issuing = np.where(
+            self.cluster.issued_apart[:, np.newaxis], 0.0, self.costs.overhead_seconds[kinds]
+        )
+        return frozen(self.costs.gap_seconds[kinds] + issuing)
 
     @cached_property
     def issue_seconds(self) -> FloatArray:
@@ -308,7 +361,15 @@ def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = 
         cluster=cluster,
         costs=estimate_costs(graph, cluster, tables),
         forbidden=_forbidden(graph, grouping, cluster, config),
+        units=_units(graph, config),
     )
+
+
+def _units(graph: Graph, config: ProblemConfig) -> Grouping | None:
+    """What has to stay together op by op, where the user wants more than co-location."""
+    if not config.together:
+        return None
+    return group(graph, (by_colocation, *(by_together(pattern) for pattern in config.together)))
 
 
 def group_ops(graph: Graph, config: ProblemConfig) -> Grouping:

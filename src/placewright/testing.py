@@ -72,6 +72,34 @@ def layered_graph(ops: int, width: int, seed: int = 0) -> Graph:
     return Graph.from_ops(f"layered-{ops}", records, edges)
 
 
+def timed_layers(ops: int, width: int, seed: int = 0) -> Graph:
+    """Layers of `width` ops whose times are given, so that no cost model is between the graph and
+    the result: every op takes one to three inputs from the layer before, runs for 5 us to 0.5 ms
+    and makes a tensor of 1 kB to 2 MB, both log-uniform."""
+    rng = np.random.default_rng(seed)
+    seconds = np.exp(rng.uniform(np.log(5e-6), np.log(5e-4), size=ops)).tolist()
+    sizes = np.exp(rng.uniform(np.log(1e3), np.log(2e6), size=ops)).astype(np.int64).tolist()
+    fan_in = rng.integers(1, 4, size=ops).tolist()
+    picked = rng.integers(width, size=(ops, 3)).tolist()
+    records = [
+        Op(name=f"op{i}", type="Op", outputs=(Tensor(sizes[i]),), seconds={"dev": seconds[i]})
+        for i in range(ops)
+    ]
+    edges = [
+        Edge(f"op{(i // width - 1) * width + source}", f"op{i}")
+        for i in range(width, ops)
+        for source in dict.fromkeys(picked[i][: fan_in[i]])
+    ]
+    return Graph.from_ops(f"layers-{ops}", records, edges)
+
+
+def four_accelerators() -> Cluster:
+    """What `timed_layers` are placed on in the benchmark of large graphs."""
+    return replace(
+        uniform_cluster(4, latency_seconds=25e-6, bandwidth=7.6e9), name="four-accelerators"
+    )
+
+
 def gpu_boards(gpus: int = 4) -> Cluster:
     """K80 GPUs in pairs on boards, each pair sharing one connection to the host."""
     kind = builtin_kinds()["tesla-k80"]
@@ -215,7 +243,10 @@ def random_problem(
     if issue is not None:
         cluster = replace(cluster, issue=issue)
         overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
-        costs = replace(costs, overhead_seconds=frozen(overhead_seconds))
+        gap_seconds = more.integers(0, 3, size=costs.op_seconds.shape) / 1024
+        costs = replace(
+            costs, overhead_seconds=frozen(overhead_seconds), gap_seconds=frozen(gap_seconds)
+        )
     return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import placewright
 from placewright.learning.config import LearnerConfig
+from placewright.testing import layered_graph
 
 FILES = {
     "journal.jsonl", "placement.json", "problem.json.gz", "report.html", "run.json",
@@ -60,7 +61,9 @@ def test_one_device_is_said_plainly(run: Callable[..., Any]) -> None:
     assert "one device is already best" in result.out
 
 
-def test_the_same_seed_gives_the_same_result(run: Callable[..., Any], graph_file: Path) -> None:
+def test_the_same_seed_gives_the_same_result(run: Callable[..., Any]) -> None:
+    graph_file = Path("layered.json")
+    layered_graph(30, 5).save(graph_file)
     journals = []
     for name in ("a", "b"):
         run("place", graph_file, "-c", "k80x4", "--trials", "400", "-o", name, "--seed", "3")
@@ -139,7 +142,9 @@ def test_exact_says_why_it_has_nothing(run: Callable[..., Any]) -> None:
     assert "the graph has 400 ops" in result.out
 
 
-def test_a_trial_budget_reaches_every_method(run: Callable[..., Any], graph_file: Path) -> None:
+def test_a_trial_budget_reaches_every_method(run: Callable[..., Any]) -> None:
+    graph_file = Path("layered.json")
+    layered_graph(30, 5).save(graph_file)
     result = run("place", graph_file, "-c", "k80x2", "--trials", "500", "-o", "out", "--json")
     trials = {row["method"]: row["trials"] for row in result.json["methods"]}
     assert trials["local-search"] > 100

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,69 @@ def test_ctrl_c_saves_the_best_and_leaves_nothing(graph: Path) -> None:
     assert summary["interrupted"]
     assert Path("out/placement.json").exists()
     assert len(lines("out/journal.jsonl")) == summary["trials"]
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses at which a process takes connections, as the kernel writes them."""
+    sockets = set()
+    try:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                sockets.add(os.readlink(file))
+        found = []
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    found.append(fields[1].rpartition(":")[0])
+        return found
+    except OSError:  # ended meanwhile
+        return []
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def test_nobody_else_gets_into_ray(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tempfile.mkdtemp(prefix="pw", dir="/tmp")  # short: names of sockets are limited
+    monkeypatch.setenv("TMPDIR", temporary)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
+    arguments = (
+        "place", graph, "-c", "k80x4", "-m", "single,random", "--workers", "2", "-b", "1h",
+        "-o", "out",
+    )  # fmt: skip
+    try:
+        with driver(*arguments) as process:
+            until(lambda: len(lines("out/journal.jsonl")) >= 20)
+            (folder,) = Path(temporary).glob("placewright-ray-*")
+            assert folder.stat().st_mode & 0o077 == 0
+            started = [process.pid, *processes(process.pid)]
+            found = {address for pid in started for address in listening(pid)}
+            assert found
+            assert found <= LOOPBACK
+            (head,) = {
+                argument.partition("=")[2]
+                for pid in started
+                for argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if argument.startswith("--gcs-address=")
+            }
+            # Who has the token is answered, who has another or none is not.
+            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
+            for token, welcome in (("1" * 64, True), ("0" * 64, False), (None, False)):
+                mode = "disabled" if token is None else "token"
+                keys = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": token or ""}
+                keys["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or Ray asks another address
+                asked = subprocess.run(
+                    [*command, head], env={**os.environ, **keys}, capture_output=True
+                )
+                assert (asked.returncode == 0) == welcome, (token, asked.stderr)
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait() == 130
+            until(lambda: not folder.exists())
+    finally:
+        # Whoever had a file of it open meanwhile would be taken for one of Ray's processes.
+        until(lambda: not os.listdir(temporary))
+        os.rmdir(temporary)
 
 
 @pytest.fixture

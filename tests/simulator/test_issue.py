@@ -184,9 +184,20 @@ def test_a_speed_up_that_rests_on_overhead_says_so() -> None:
     assert made.speed_up_without_overhead == 1.0
     assert made.lines() == [
         "of the step, 100% is overhead",
-        "the speed-up comes from spreading the overhead of issuing ops over devices: without "
-        "overhead 1.00x is left of 2.00x",
+        "the speed-up comes from spreading overhead (issuing ops, gaps between kernels) over "
+        "devices: without overhead, 1.00x is left",
     ]
+
+
+def test_gaps_between_kernels_are_overhead_too() -> None:
+    names = [f"op{i}" for i in range(4)]
+    problem = issued(dict.fromkeys(names, 0.0), [], "device", overhead=dict.fromkeys(names, 0.0))
+    costs = replace(problem.costs, gap_seconds=frozen(np.ones((1, 4))))
+    problem = replace(problem, costs=costs)
+    made = makeup(problem, Placement.of(problem, [0, 1, 0, 1]), Placement.of(problem, [0] * 4))
+    assert made.speed_up == 2.0
+    assert made.step == Parts(0, 2, 0, 0)
+    assert made.rests_on_overhead
 
 
 def test_without_a_reference_only_the_parts_are_told() -> None:

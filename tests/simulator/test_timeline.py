@@ -93,7 +93,8 @@ def test_parts_add_up_to_the_step(seed: int) -> None:
     for parts in (*timeline.device_parts, timeline.path_parts):
         assert parts.total == pytest.approx(timeline.step_seconds)
         assert min(parts) >= 0
-    if not timeline.problem.costs.overhead_seconds.any():
+    costs = timeline.problem.costs
+    if not costs.overhead_seconds.any() and not costs.gap_seconds.any():
         assert all(parts.overhead == 0 for parts in timeline.device_parts)
 
 

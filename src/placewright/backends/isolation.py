@@ -2,8 +2,8 @@
 
 TensorFlow's servers listen on all interfaces and ask for no password; whoever reaches one can read
 and write files as the user who runs it. On Linux any user may make a network namespace (inside a
-user namespace) that holds nothing but a loopback device. Processes in it reach each other, and
-nobody outside reaches them, not even other users of this machine.
+user namespace, which root does without) that holds nothing but a loopback device. Processes in it
+reach each other, and nobody outside reaches them, not even other users of this machine.
 
 This file is also run as a script, with nothing imported but Python's own library: as the holder
 that makes the namespace and keeps it alive, and before each process that is to live in it.
@@ -50,10 +50,16 @@ class PrivateNetwork:
 
     @property
     def prefix(self) -> list[str]:
-        """What to put before a command so that it runs inside."""
+        """What to put before a command so that it runs inside. The command keeps its process."""
         return [sys.executable, "-I", __file__, "enter", str(self._holder.pid)]
 
+    @property
+    def alive(self) -> bool:
+        """Whether more processes can enter it; the system may have killed the holder."""
+        return self._holder.poll() is None
+
     def close(self) -> None:
+        """Lets no more processes in. The network ends with the last that is there."""
         self._holder.kill()
         self._holder.wait()
         for pipe in (self._holder.stdin, self._holder.stdout):
@@ -75,13 +81,15 @@ def _hold(parent: int) -> None:
         return
     uid, gid = os.getuid(), os.getgid()
     try:
-        _checked(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET), "unshare")
-        # The same user inside as outside, so that files belong to whom they should.
-        for name, text in (
-            ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"),
-        ):  # fmt: skip
-            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-                file.write(text)
+        # Root may do it as it is, and would lose its rights to files of others in a user namespace.
+        if libc.unshare(_CLONE_NEWNET) != 0:
+            _checked(libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET), "unshare")
+            # The same user inside as outside, so that files belong to whom they should.
+            for name, text in (
+                ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"),
+            ):  # fmt: skip
+                with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                    file.write(text)
         with socket.socket() as device:
             request = struct.pack("16sh", b"lo", 0).ljust(40, b"\0")
             flags = struct.unpack_from("h", fcntl.ioctl(device, _SIOCGIFFLAGS, request), 16)[0]
@@ -98,9 +106,11 @@ def _enter(holder: int, command: list[str]) -> None:
     """Becomes the command, inside the namespaces of the holder."""
     libc = ctypes.CDLL(None, use_errno=True)
     # Both are opened first: inside the user namespace, the holder's files may be out of reach.
+    # One's own cannot be entered again.
     handles = [
         (os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY), kind)
         for name, kind in (("user", _CLONE_NEWUSER), ("net", _CLONE_NEWNET))
+        if os.readlink(f"/proc/{holder}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}")
     ]
     for handle, kind in handles:
         _checked(libc.setns(handle, kind), "setns")

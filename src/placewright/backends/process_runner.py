@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from placewright.backends.base import Array, Program, Run, RunConfig, Trace, Transfer
 from placewright.backends.feeds import make_feeds
+from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.processes import Child, Load, memory_kills
 from placewright.backends.timing import Timing
 from placewright.cluster import Cluster
@@ -61,6 +62,7 @@ class ProcessRunner(ABC):
         self._feeds = make_feeds(program.inputs, feeds, config.seed)
         self._workers: list[Child] = []
         self._client: Child | None = None
+        self._network: PrivateNetwork | None = None
         self._warned = False
         self._closed = False
         # Also when the program ends without closing it.
@@ -68,13 +70,18 @@ class ProcessRunner(ABC):
 
     # --- what a framework says ---
 
+    def _make_network(self) -> PrivateNetwork | None:
+        """What all processes live in, where they listen and nobody else is to reach them."""
+        return None
+
     @abstractmethod
     def _start_client(self, deadline: float) -> Child:
-        """The client process, just started."""
+        """The client process, just started, with `_prefix`."""
 
     def _start_workers(self, deadline: float) -> list[tuple[Child, str]]:
         """A process for each device, where that is how it is done, and what to call it. Each is
-        appended to `_workers` as soon as it runs, so that it ends if a later one fails."""
+        started with `_prefix`, and appended to `_workers` as soon as it runs, so that it ends if a
+        later one fails."""
         return []
 
     def _port_taken(self, words: str) -> bool:
@@ -105,7 +112,7 @@ class ProcessRunner(ABC):
         """
         numbers = [int(device) for device in devices]
         assert len(numbers) == self.program.graph.num_ops
-        if any(child.ended() for child in self._children):
+        if any(child.ended() for child in self._children) or not self._reachable:
             # While nothing ran: no fault of the placement that comes next.
             self._replace()
         if self._client is None:
@@ -262,8 +269,20 @@ class ProcessRunner(ABC):
                 self._stop()
                 raise
 
+    @property
+    def _prefix(self) -> list[str]:
+        """What goes before the command of each process."""
+        return [] if self._network is None else self._network.prefix
+
+    @property
+    def _reachable(self) -> bool:
+        """Whether a new client would reach the devices' processes."""
+        return self._network is None or self._network.alive
+
     def _start(self) -> None:
         deadline = time.monotonic() + self.config.start_seconds
+        if self._network is None:
+            self._network = self._make_network()
         if not self._workers:
             for worker, name in self._start_workers(deadline):
                 self._wait(worker, deadline, name)
@@ -296,6 +315,9 @@ class ProcessRunner(ABC):
         for worker in self._workers:
             worker.kill()
         self._workers = []
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
     def close(self) -> None:
         """Ends all processes, for good."""

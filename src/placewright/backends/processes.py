@@ -42,9 +42,11 @@ class Child:
         seconds: float,
         environment: Mapping[str, str] | None = None,
         files: Mapping[str, bytes] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         """Starts it. `greeting` is its first request, with each of `files` as the number of a
-        descriptor to read from, under the file's key; it has `seconds` to take it."""
+        descriptor to read from, under the file's key; it has `seconds` to take it. `prefix` is a
+        command that becomes the one after it, such as `PrivateNetwork.prefix`."""
         self.name = module.rpartition(".")[2]
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as we do
         self._pending = b""
@@ -60,7 +62,7 @@ class Child:
                 descriptors[key] = opened[-1].fileno()
             self._process = subprocess.Popen(
                 # -P: what lies in the directory we happen to be in is not to be imported.
-                [sys.executable, "-P", "-m", module, str(os.getpid()), str(child_answers)],
+                [*prefix, sys.executable, "-P", "-m", module, str(os.getpid()), str(child_answers)],
                 stdin=subprocess.PIPE,
                 bufsize=0,
                 stdout=self._log,

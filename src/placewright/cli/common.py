@@ -136,13 +136,17 @@ class PlacementOptions:
         if (self.placement is None) == (self.device is None):
             raise UsageError("give either --placement FILE or --device NAME")
 
-    def load(self, problem: Problem) -> Placement:
-        from placewright.placement import Placement
+    def load(self, problem: Problem) -> tuple[Problem, Placement]:
+        """The placement, and the problem it is of: the one given, or the same op by op."""
+        from placewright.placement import Placement, read_groups
 
         if self.placement is not None:
-            return Placement.load(self.placement, problem)
+            groups = read_groups(self.placement)
+            by_op = groups != problem.num_groups and groups == problem.refined.num_groups
+            problem = problem.refined if by_op else problem
+            return problem, Placement.load(self.placement, problem)
         number = problem.cluster.device_number(str(self.device))
-        return Placement.of(problem, [number] * problem.num_groups)
+        return problem, Placement.of(problem, [number] * problem.num_groups)
 
 
 def print_json(document: Any) -> None:

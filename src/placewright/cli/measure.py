@@ -44,6 +44,7 @@ def measure(
             "optimize",
             "check",
             "addresses",
+            "open_servers",
             config=RunOptions,
         ),
     ],
@@ -61,7 +62,7 @@ def measure(
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)
-    placement = choice.load(made)
+    made, placement = choice.load(made)
     with (
         backends.runner(program, machine, config, feeds=inputs) as runner,
         common.status("running ..."),

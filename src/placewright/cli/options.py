@@ -66,6 +66,7 @@ OPTIONS: dict[str, Shown] = {
     "costs": Shown("FILE"),
     "time_limit_seconds": Shown("SECONDS", ("--time-limit",)),
     "addresses": Shown("DEVICE=HOST:PORT", ("--address",)),
+    "loops": Shown("REGEX=N", ("--loop",)),
     "placement": Shown("FILE"),
     "device": Shown("NAME"),
     "output": Shown("FILE", ("--output", "-o")),

@@ -41,6 +41,9 @@ RESULT_FILES = (
     "report.html", "run.json", "summary.json", "trace.json",
 )  # fmt: skip
 
+_MOST_DRAWN = 10_000
+"""Ops of which a trace and a report are made within a second or two."""
+
 LearnerOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -154,7 +157,9 @@ def place(
 def _finish(result: Result, directory: str, output: Output) -> None:
     """Saves and prints a result, and ends with the exit code that it stands for."""
     command = shlex.join(["placewright", *sys.argv[1:]])
-    result.save(directory, command=command)
+    # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
+    brief = result.interrupted and result.problem.graph.num_ops > _MOST_DRAWN
+    result.save(directory, command=command, trace=not brief)
     if result.interrupted and not result.trials and not output.json:
         common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
         raise typer.Exit(130)
@@ -162,8 +167,13 @@ def _finish(result: Result, directory: str, output: Output) -> None:
         common.print_json(result.summary(command))
     else:
         _print_table(result.problem, result.table, result.best_single)
-        _print_answer(result, directory)
-    if output.report:
+        _print_answer(result, directory, traced=not brief)
+    if brief:
+        common.console.print(
+            f"stopped: no trace and no report; placewright report {common.escaped(directory)} "
+            "makes the report"
+        )
+    elif output.report:
         # After the answer, which nobody should have to wait for.
         page = write_beside(directory, result)
         if not output.json:
@@ -430,7 +440,7 @@ def _how_to_go_on(directory: str) -> str:
     return f"the same command with --resume {common.escaped(directory)} instead of -o goes on"
 
 
-def _print_answer(result: Result, directory: str) -> None:
+def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     say = common.console.print
     if result.best is None:
         say(f"[red]no placement found:[/red] {common.escaped(result.why_none())}")
@@ -451,22 +461,34 @@ def _print_answer(result: Result, directory: str) -> None:
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
             say(f"{result.speed_up:.2f} times as fast as the best single device")
-        elif any(entry.best and entry.method != "single" for entry in result.methods):
+        elif result.proven or any(
+            entry.best and entry.method != "single" for entry in result.methods
+        ):
             say("one device is already best: nothing found is faster than not splitting at all")
     elif any(entry.method == "single" for entry in result.methods):
         say("no single device can hold the model")
     for line in result.notes():
         say(line)
-    for other in result.comparisons:
-        spread = "" if other.half_width is None else f" ± {other.half_width:.3f}"
-        say(f"in turns with {other.method}: {other.ratio:.3f}{spread} times as fast")
+    if result.gain_over_groups is not None and result.gain_over_groups > 1.02:
+        say(
+            f"placing op by op is {result.gain_over_groups:.2g} times as fast as the best by "
+            f"groups ({result.problem.num_groups:,} of them)"
+        )
+    for other in result.references:
+        if other.measurement.ok and other.measurement.mean_seconds < result.step_seconds:
+            seconds = format_seconds(other.measurement.mean_seconds)
+            say(f"{other.placer}, tried besides, is faster: {seconds}")
+    for turns in result.comparisons:
+        spread = "" if turns.half_width is None else f" ± {turns.half_width:.3f}"
+        say(f"in turns with {turns.method}: {turns.ratio:.3f}{spread} times as fast")
     bound = format_seconds(result.lower_bound_seconds)
     if result.measured:
         pass  # what is proven of the simulator is not of the machine
-    elif result.gap < 1e-6:
+    elif result.proven or result.gap < 1e-6:
         say("that is proven to be optimal (in the simulator)")
     else:
         say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
     if result.interrupted:
         say(f"stopped early; {_how_to_go_on(directory)}")
-    say(f"the placement is in {folder}/placement.json, its timeline in {folder}/trace.json")
+    drawn = f", its timeline in {folder}/trace.json" if traced else ""
+    say(f"the placement is in {folder}/placement.json{drawn}")

@@ -28,7 +28,8 @@ RunOptions: type[RunConfig] = make_dataclass(
 """All settings of real runs that some backend has."""
 
 RealRuns = Annotated[
-    RunConfig, Only("time_limit_seconds", "limit_memory", "addresses", config=RunOptions)
+    RunConfig,
+    Only("time_limit_seconds", "limit_memory", "addresses", "open_servers", config=RunOptions),
 ]
 
 

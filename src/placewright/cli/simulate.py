@@ -53,7 +53,7 @@ def simulate(
     """
     machine = Cluster.load(cluster)
     made = common.load_problem(common.load_graph(model, load), machine, problem)
-    placement = choice.load(made)
+    made, placement = choice.load(made)
     with common.status("simulating ..."):
         facts = _facts(made, placement, trace)
     if as_json:

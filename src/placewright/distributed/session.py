@@ -79,8 +79,9 @@ def _local() -> Iterator[dict[str, Any]]:
         # Ray replaces 127.0.0.1 by the machine's outward address, and then listens on all of them,
         # unless it believes to be on a system where it does not form clusters.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # Whoever reaches Ray's ports can run code in its processes. Newer versions of Ray ask for a
-        # token then; without one of our own they would write theirs into the user's home.
+        # Whoever reaches Ray's ports can run code in its processes. It asks for a token only when
+        # told to; without one of our own it would write its own into the user's home.
+        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", _TOKEN),
         guard.MARK: folder,
     }
@@ -99,7 +100,8 @@ def _local() -> Iterator[dict[str, Any]]:
         yield {
             "address": "local",
             "_node_ip_address": "127.0.0.1",
-            "_temp_dir": folder,
+            # Ray lets everybody write to its folder; nobody else gets into the one around it.
+            "_temp_dir": os.path.join(folder, "ray"),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }
     finally:

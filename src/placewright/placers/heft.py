@@ -95,7 +95,7 @@ def _schedule(
             for slot in range(slots):
                 d = t.slot_device[slot]
                 if candidate[d]:
-                    at = _find_gap(
+                    at = find_gap(
                         gap_start[slot], gap_end[slot], gaps[slot], arrival[d], t.op_seconds[op, d]
                     )
                     end = max(gap_start[slot, at], arrival[d]) + t.group_seconds[group, d]
@@ -122,7 +122,7 @@ def _schedule(
             current = pending[k]
             home = device[t.group_of[current]]
             find_arrivals(t, current, device, done, finish, arrival)
-            finish[current] = _insert(
+            finish[current] = insert(
                 t.slot_device, home, arrival[home], t.op_seconds[current, home], shortest[home],
                 gap_start, gap_end, gaps,
             )  # fmt: skip
@@ -131,7 +131,7 @@ def _schedule(
 
 
 @compiled_part
-def _find_gap(start: FloatArray, end: FloatArray, count: int, ready: float, seconds: float) -> int:
+def find_gap(start: FloatArray, end: FloatArray, count: int, ready: float, seconds: float) -> int:
     """The first gap of a slot in which an op that is ready then can run."""
     low, high = 0, count - 1
     while low < high:  # the first gap that ends after `ready`
@@ -146,7 +146,7 @@ def _find_gap(start: FloatArray, end: FloatArray, count: int, ready: float, seco
 
 
 @compiled_part
-def _insert(
+def insert(
     slot_device: IndexArray,
     device: int,
     ready: float,
@@ -160,7 +160,7 @@ def _insert(
     best, at, begin = -1, -1, np.inf
     for slot in range(len(slot_device)):
         if slot_device[slot] == device:
-            gap = _find_gap(gap_start[slot], gap_end[slot], gaps[slot], ready, seconds)
+            gap = find_gap(gap_start[slot], gap_end[slot], gaps[slot], ready, seconds)
             start = max(gap_start[slot, gap], ready)
             if start < begin:
                 best, at, begin = slot, gap, start

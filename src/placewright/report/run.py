@@ -30,6 +30,10 @@ class Run:
     name: str
     """The directory's, to tell two runs apart."""
     problem: Problem
+    """What the best placement is of: the problem that was searched by groups, or the same op by
+    op."""
+    searched: Problem
+    """The problem that was searched by groups."""
     under: Problem
     """The same under the costs that are simulated with: those that real runs led to, if any."""
     summary: Mapping[str, Any]
@@ -71,8 +75,8 @@ class Run:
             found = self.progression.improvements.get("expert")
             if found:
                 return found[-1].trial
-        (placer,) = methods.make(["expert"], self.under)
-        evaluator = SimulatedEvaluator(self.under)
+        (placer,) = methods.make(["expert"], self.searched)
+        evaluator = SimulatedEvaluator(self.searched)
         trials: list[Trial] = []
         # Repairs of a placement that does not fit are asked for one after another.
         while not any(trial.measurement.ok for trial in trials):
@@ -94,7 +98,12 @@ class Run:
     def _timeline(self, trial: Trial | None) -> Timeline | None:
         if trial is None or trial.measurement.outcome is Outcome.FAILED:
             return None
-        return self.simulator.timeline(trial.placement)
+        placement = trial.placement
+        if placement.space != self.problem.space.fingerprint:
+            if self.problem is self.searched:  # of the same op by op, which is not what is shown
+                return None
+            placement = Placement.of(self.problem, self.searched.lifted(placement.devices))
+        return self.simulator.timeline(placement)
 
 
 def read_run(directory: str | Path) -> Run:
@@ -112,19 +121,23 @@ def read_run(directory: str | Path) -> Run:
     if (folder / "journal.jsonl").is_file():
         progression = read_progression(folder / "journal.jsonl", problem)
     summary = _summary(folder, problem, progression)
-    under = problem
+    best = _best(folder, problem, progression, summary)
+    by_op = best is not None and best.placement.space != problem.space.fingerprint
+    shown = problem.refined if by_op else problem
+    under = shown
     # A file of that name in a simulated run's directory is the user's, and its costs are in the
     # problem if they were given.
     if summary.get("measured") and (folder / COSTS_FILE).is_file():
-        under = Calibration.load(folder / COSTS_FILE, problem).problem(problem)
+        under = Calibration.load(folder / COSTS_FILE, problem).problem(shown)
     return Run(
         name=folder.resolve().name,
-        problem=problem,
+        problem=shown,
+        searched=problem,
         under=under,
         summary=summary,
         progression=progression,
         metrics=tuple(read_metrics(folder)),
-        best=_best(folder, problem, progression, summary),
+        best=best,
     )
 
 
@@ -137,7 +150,10 @@ def _best(
     # What the run itself took for best: of measured times it may have pooled several trials.
     if (folder / "placement.json").is_file() and summary["step_seconds"] is not None:
         return Trial(
-            placement=Placement.load(folder / "placement.json", problem),
+            placement=Placement.load(
+                folder / "placement.json",
+                problem.refined if summary.get("placed_by") == "op" else problem,
+            ),
             measurement=Measurement(
                 outcome=Outcome.OK,
                 step_seconds=(float(summary["step_seconds"]),),

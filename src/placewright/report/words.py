@@ -246,9 +246,8 @@ def _made_of(run: Run) -> list[str]:
     made = run.summary.get("makeup") or {}
     if made.get("rests_on_overhead"):
         lines.append(
-            "The speed-up comes from spreading the overhead of issuing ops over devices: without "
-            f"overhead {made['speed_up_without_overhead']:.2f}x is left of "
-            f"{made['speed_up']:.2f}x."
+            "The speed-up comes from spreading overhead (issuing ops, gaps between kernels) over "
+            f"devices: without overhead, {made['speed_up_without_overhead']:.2f}x is left."
         )
     of = run.summary.get("step_range")
     if of and (line := range_line(StepRange(**of))):

@@ -76,6 +76,9 @@ class SearchConfig:
     policy: str | Path | None = None
     """A trained policy that the learned methods go on from. The file that `placewright train`
     left."""
+    op_level: bool | None = None
+    """Also place every op for itself, in the simulator. By default `auto` does, and named methods
+    keep to their groups."""
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     """How a search with real runs spends its budget."""
 
@@ -95,6 +98,13 @@ class SearchConfig:
         from placewright.methods import parse
 
         return parse(self.method)
+
+    @property
+    def places_ops(self) -> bool:
+        """Whether ops are placed one by one as well, where that is anything else."""
+        if self.op_level is not None:
+            return self.op_level
+        return "auto" in (name.strip() for name in self.method.split(","))
 
     @cached_property
     def limits(self) -> Budget:

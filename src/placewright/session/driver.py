@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,8 +22,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.journal import Journal
-from placewright.measurement import Trial, better
-from placewright.placement import Placement, everything_on
+from placewright.placement import everything_on
 from placewright.placers.base import Placer
 from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import BOTH, MEASURE, SIMULATE, How, Machine, SearchConfig
@@ -40,7 +38,9 @@ from placewright.session.real import RealRuns
 from placewright.session.result import Result
 from placewright.session.rounds import Rounds
 from placewright.session.search import Progress, search
-from placewright.simulator import LowerBounds, lower_bounds, makeup, ranked_finalists
+from placewright.session.simulated import SimulatedSearch
+from placewright.simulator import lower_bounds
+from placewright.stopping import never
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Session:
         team: TeamConfig | None = None,
         directory: str | Path | None = None,
         observe: Callable[[Progress], None] = lambda progress: None,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Callable[[], bool] = never,
     ) -> None:
         self.problem = problem
         self.config = config or SearchConfig()
@@ -90,15 +90,17 @@ class Session:
         return {} if self._team is None else self._team.status()
 
     def run(self) -> Result:
-        bounds = lower_bounds(self.problem)
-        if bounds.forced_out_of_memory is not None:
-            raise SearchError(bounds.forced_out_of_memory)
+        registry.check_seed(self.config.seed)
         if self.directory is not None:  # before anything is started
             check_directory(self.directory, self.problem)
+        if self.evaluate != SIMULATE or self.team is not None:
+            bounds = lower_bounds(self.problem)
+            if bounds.forced_out_of_memory is not None:
+                raise SearchError(bounds.forced_out_of_memory)
         with contextlib.ExitStack() as opened:
             evaluator = self._evaluator(opened)
             if self.evaluate == SIMULATE:
-                return self._simulated(evaluator, bounds)
+                return self._simulated(evaluator)
             return self._measured(evaluator)
 
     def _journal(self) -> contextlib.AbstractContextManager[Journal | None]:
@@ -172,44 +174,17 @@ class Session:
 
     # --- the two kinds of search -----------------------------------------------------------------
 
-    def _simulated(self, evaluator: Evaluator, bounds: LowerBounds) -> Result:
-        placers = self._placers(evaluator, self.config.limits)
-        if evaluator.cheap:
-            # The first evaluation compiles the simulator, which is nobody's search time.
-            evaluator.evaluate([Placement.of(self.problem, self.problem.allowed.argmax(axis=1))])
-        started = time.monotonic()
-        with self._journal() as journal:
-            progress = search(
-                placers, evaluator, self.config.limits, journal=journal, seed=self.config.seed,
-                observe=self.observe, stop=self.stop, directory=self.directory,
-            )  # fmt: skip
-        best: Trial | None = None
-        for result in progress.results():
-            if result.best is not None and result.best.measurement.ok:
-                best = better(best, result.best)
-        # What a placer proved may be better than the general bounds.
-        bound = max(bounds.best, *(placer.notes.lower_bound_seconds for placer in placers))
-        if best is not None:  # proofs and simulation round differently in the last digits
-            bound = min(bound, best.measurement.mean_seconds)
-        step_range = composition = None
-        if best is not None:
-            found = [result.best for result in progress.results() if result.best is not None]
-            best, step_range = ranked_finalists(self.problem, found, seed=self.config.seed)[0]
-            single = next((trial for trial in found if trial.placer == "single"), None)
-            reference = single.placement if single and single.measurement.ok else None
-            composition = makeup(self.problem, best.placement, reference)
-        return Result(
+    def _simulated(self, evaluator: Evaluator) -> Result:
+        return SimulatedSearch(
             problem=self.problem,
-            best=best,
-            step_range=step_range,
-            makeup=composition,
-            methods=tuple(progress.results()),
-            lower_bound_seconds=bound,
-            seconds=time.monotonic() - started,
-            seed=self.config.seed,
-            interrupted=self.stop(),
-            fault=progress.fault,
-        )
+            config=self.config,
+            evaluator=evaluator,
+            make_placers=functools.partial(self._placers, evaluator),
+            alone=self._team is None and self.pool is None,
+            directory=self.directory,
+            observe=self.observe,
+            stop=self.stop,
+        ).run()
 
     def _measured(self, evaluator: Evaluator) -> Result:
         """Real runs, between the references and the final. The budget is for all of it."""

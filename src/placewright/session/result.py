@@ -57,6 +57,34 @@ class Result:
     """Of the answer, over several orders of ties; None where the times are of real runs."""
     makeup: Makeup | None = None
     """What the answer's step is made of; None where the times are of real runs."""
+    references: tuple[Trial, ...] = ()
+    """What `single` and `heft` find, where no method of the search is called so: simulated besides,
+    to compare the answer with."""
+    proven: bool = False
+    """Whether the search ended because the best is proven to be optimal."""
+
+    @property
+    def placed(self) -> Problem:
+        """The problem that the best placement is of: the one that was searched by groups, or the
+        same op by op."""
+        if self.best is None or self.best.placement.space == self.problem.space.fingerprint:
+            return self.problem
+        return self.problem.refined
+
+    @property
+    def gain_over_groups(self) -> float | None:
+        """How many times as fast the answer is as the best that was found by groups; None where it
+        is by groups itself, or none of those ran."""
+        if self.best is None or self.placed is self.problem:
+            return None
+        found = [m.best for m in self.methods if m.best is not None and m.best.measurement.ok]
+        found += [trial for trial in self.references if trial.measurement.ok]
+        by_groups = [
+            trial.measurement.mean_seconds
+            for trial in found
+            if trial.placement.space == self.problem.space.fingerprint
+        ]
+        return min(by_groups) / self.step_seconds if by_groups and self.step_seconds else None
 
     @property
     def measured(self) -> bool:
@@ -85,10 +113,9 @@ class Result:
     @property
     def best_single(self) -> Trial | None:
         """The fastest placement with everything on one device, where that was tried and ran."""
-        for result in self.methods:
-            if result.method == "single" and result.best is not None and result.best.measurement.ok:
-                return result.best
-        return None
+        found = [result.best for result in self.methods if result.method == "single"]
+        found += [trial for trial in self.references if trial.placer == "single"]
+        return next((trial for trial in found if trial is not None and trial.measurement.ok), None)
 
     @property
     def speed_up(self) -> float | None:
@@ -139,7 +166,7 @@ class Result:
     def placement_by_op(self) -> dict[str, str]:
         """Op name -> device name of the best placement."""
         names = self.problem.cluster.device_names
-        devices = self.placement.devices[self.problem.grouping.group_of].tolist()
+        devices = self.placement.devices[self.placed.grouping.group_of].tolist()
         return {
             op: names[device]
             for op, device in zip(self.problem.graph.op_names, devices, strict=True)
@@ -190,30 +217,45 @@ class Result:
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
             "speed_up_over_single": self.speed_up,
+            "placed_by": "op" if self.placed is not self.problem else "group",
+            "gain_over_groups": self.gain_over_groups,
+            "proven": self.proven,
+            "references": [
+                {
+                    "method": trial.placer,
+                    "step_seconds": trial.measurement.mean_seconds
+                    if trial.measurement.ok
+                    else None,
+                    "outcome": trial.measurement.outcome.value,
+                }
+                for trial in self.references
+            ],
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
             "trials": self.trials,
             "search_seconds": self.seconds,
             "methods": self.table,
         }
 
-    def save(self, directory: str | Path, command: str = "") -> None:
-        """Writes `placement.json`, `trace.json`, `summary.json` and `problem.json.gz`, from which
-        reports are made (the journal is there already when the search was given the directory), and
-        `costs.json` where costs were measured, under which the trace is then drawn."""
+    def save(self, directory: str | Path, command: str = "", *, trace: bool = True) -> None:
+        """Writes `placement.json`, `summary.json`, `trace.json` (if wanted) and `problem.json.gz`,
+        from which reports are made (the journal is there already when the search was given the
+        directory), and `costs.json` where costs were measured, under which the trace is drawn."""
         folder = Path(directory)
         check_directory(folder, self.problem)
         make_directory(folder)
         if not (folder / PROBLEM_FILE).exists():
             self.problem.save(folder / PROBLEM_FILE)
         if self.best is not None:
-            self.best.placement.save(folder / "placement.json", self.problem)
-            under = self.problem
+            self.best.placement.save(folder / "placement.json", self.placed)
             if self.calibration is not None:
                 self.calibration.save(folder / COSTS_FILE, self.problem.graph)
-                under = self.calibration.problem(self.problem)
+        write_json(folder / "summary.json", self.summary(command), SearchError)
+        if self.best is not None and trace:
+            under = self.placed
+            if self.calibration is not None:
+                under = self.calibration.problem(under)
             timeline = Simulator(under).timeline(self.best.placement)
             write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
-        write_json(folder / "summary.json", self.summary(command), SearchError)
 
 
 def row(result: MethodResult) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from placewright.budget import BATCH, Budget
 from placewright.errors import WorkerError
@@ -16,6 +18,9 @@ from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.session.metrics import MetricsLog
+from placewright.stopping import Stopped, Worker, never
+
+_R = TypeVar("_R")
 
 _EACH = 4
 """Placements asked for at a time for each that are tried at the same time, where each takes long:
@@ -36,6 +41,14 @@ _CHECKPOINT_SECONDS = 10.0
 _MOST_REMEMBERED = 100_000
 """Measurements kept so that nothing is evaluated twice; older ones are forgotten, to bound the
 memory of a long search."""
+
+_MOST_REMEMBERED_BYTES = 256_000_000
+"""Likewise, of what their placements take: those of a graph placed op by op are long."""
+
+_STOPPED = "stopped while it was computing"
+
+_ROUNDING = 1e-9
+"""By what share a proven bound and a simulated step may differ and still be the same."""
 
 _POLL_SECONDS = 0.02
 """How long to wait for answers before a placer that computes elsewhere is asked again."""
@@ -74,6 +87,8 @@ class Progress:
     """The last update of each method that learns."""
     fault: str = ""
     """What broke the measuring itself, where that ended the search."""
+    proven: bool = False
+    """Whether the best is proven to be optimal, which ended the search."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -123,7 +138,8 @@ def search(
     directory: str | Path | None = None,
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = never,
+    lower_bound_seconds: float = 0.0,
 ) -> Progress:
     """Runs the placers one after another, each until it has nothing left to propose.
 
@@ -136,12 +152,21 @@ def search(
 
     `directory` is where methods that learn keep checkpoints and metrics. One that is restored from
     its checkpoint repeats what it proposed since, and is answered from the journal.
+
+    The search ends early where no placement can be better than the best: its step takes no longer
+    than `lower_bound_seconds`, or than what a placer has proved, where times are exact.
+
+    A placer that computes when `stop()` becomes true has a few seconds to come to an end; after
+    that it is abandoned, and the search ends with what it has.
     """
     folder = None if directory is None else Path(directory)
-    loop = _Search(placers, evaluator, budget, journal, folder, seed, observe, stop)
+    loop = _Search(
+        placers, evaluator, budget, journal, folder, seed, observe, stop, lower_bound_seconds
+    )
     try:
         return loop.run()
     finally:
+        loop.worker.close()
         if loop.metrics is not None:
             loop.metrics.close()
 
@@ -159,6 +184,7 @@ class _Search:
         seed: int,
         observe: Callable[[Progress], None],
         stop: Callable[[], bool],
+        lower_bound_seconds: float,
     ) -> None:
         self.placers = placers
         self.evaluator = evaluator
@@ -168,6 +194,11 @@ class _Search:
         self.seed = seed
         self.observe = observe
         self.stop = stop
+        self.lower_bound_seconds = lower_bound_seconds
+        self.worker = Worker()
+        long = max(1, 4 * evaluator.problem.num_groups)
+        self.most_remembered = max(100, min(_MOST_REMEMBERED, _MOST_REMEMBERED_BYTES // long))
+        self.most_told = min(_MOST_TOLD, self.most_remembered)
         self.progress = progress = Progress(budget=budget, started=time.monotonic())
         for placer in placers:
             progress.expect(placer.name)
@@ -183,6 +214,7 @@ class _Search:
             progress.seconds_of[trial.placer] += took
             self.earlier_seconds = max(self.earlier_seconds, trial.at_seconds)
         progress.resumed = len(self.told)
+        self.prove()
         for name, count in progress.trials_of.items():
             if not count:
                 progress.why_not_of[name] = "the search was over before its turn"
@@ -204,7 +236,30 @@ class _Search:
                 break
             last = number + 1 == len(self.placers)
             _Turn(self, placer, self._part(number, placer), last=last).run()
-        return self.progress
+        progress = self.progress
+        if progress.proven:
+            for name, count in progress.trials_of.items():
+                if not count and name not in progress.best_of:
+                    why_not = "not needed: what others found is proven to be optimal"
+                    progress.why_not_of[name] = why_not
+        return progress
+
+    def patiently(self, function: Callable[[], _R]) -> _R:
+        """Calls what may take long; raises `Stopped` some seconds after a stop."""
+        return function() if self.stop is never else self.worker.run(function, self.stop)
+
+    def prove(self) -> None:
+        """Notes whether the best is as fast as anything can be."""
+        bounds = [placer.notes.lower_bound_seconds for placer in self.placers]
+        bound = max([self.lower_bound_seconds, *bounds])
+        best = self.progress.best
+        exact = self.evaluator.cheap and not self.evaluator.noise
+        self.progress.proven = (
+            exact
+            and bound > 0
+            and best is not None
+            and best.measurement.mean_seconds <= bound * (1.0 + _ROUNDING)
+        )
 
     def is_over(self, until_seconds: float, until_trials: float) -> bool:
         progress, budget = self.progress, self.budget
@@ -214,6 +269,8 @@ class _Search:
             until_trials = min(until_trials, budget.trials)
         return (
             bool(progress.fault)
+            or progress.proven
+            or self.worker.abandoned
             or self.stop()
             or progress.elapsed_seconds >= until_seconds
             or progress.trials >= until_trials
@@ -243,10 +300,10 @@ class _Search:
             self.progress.count(trial)
         if not last:
             self.since += trials
-            if len(self.since) > 2 * _MOST_TOLD:
+            if len(self.since) > 2 * self.most_told:
                 self.since.sort(key=lambda trial: trial.measurement.mean_seconds)
-                del self.since[_MOST_TOLD:]
-        while len(self.known) > _MOST_REMEMBERED:
+                del self.since[self.most_told :]
+        while len(self.known) > self.most_remembered:
             del self.known[next(iter(self.known))]
 
 
@@ -277,10 +334,9 @@ class _Turn:
         every, placer = self.every, self.placer
         progress = every.progress
         progress.placer = placer.name
-        if every.told and placer.name not in every.restored:
-            placer.tell(every.told)
-        if every.since:
-            placer.tell(every.since)
+        told = [*(() if placer.name in every.restored else every.told), *every.since]
+        if told:
+            self._tell(told)
         most_idle = _MOST_IDLE + 2 * len(every.told)
         while not every.is_over(*self.until) and self.idle < most_idle:
             began = time.monotonic()
@@ -291,9 +347,14 @@ class _Turn:
             every.observe(progress)
         if self.trying:
             every.evaluator.drop()
-        if every.folder is not None:
+        if every.folder is not None and not every.worker.abandoned:
             placer.checkpoint(every.folder)
-        progress.why_not_of[placer.name] = placer.notes.why_not
+        abandoned = _STOPPED if every.worker.abandoned else ""
+        progress.why_not_of[placer.name] = abandoned or placer.notes.why_not
+
+    def _tell(self, trials: Sequence[Trial]) -> None:
+        with contextlib.suppress(Stopped):  # then the search is over
+            self.every.patiently(functools.partial(self.placer.tell, trials))
 
     def _step(self) -> bool:
         """Asks and tells once; False when the placer is at its end."""
@@ -302,6 +363,8 @@ class _Turn:
             if not self._ask():
                 return False
             self._try()
+        except Stopped:
+            return False
         except WorkerError as fault:
             # Where nothing was ever tried, that is no result but an error.
             if not every.progress.trials and not any(p in every.known for p in self.trying):
@@ -313,7 +376,8 @@ class _Turn:
             best_of = every.progress.best_of
             for answer in answers:
                 best_of[placer.name] = better(best_of.get(placer.name), answer)
-            placer.tell(answers)
+            self._tell(answers)
+            every.prove()
         self._watch()
         return True
 
@@ -321,7 +385,8 @@ class _Turn:
         """Hands in what the placer wants tried; False when it wants nothing any more."""
         every, placer = self.every, self.placer
         room = self.until[1] - every.progress.trials - len(self.trying)
-        asked = placer.ask(int(min(every.batch, room))) if room > 0 else []
+        count = int(min(every.batch, room))
+        asked = every.patiently(functools.partial(placer.ask, count)) if count > 0 else []
         if not asked:
             return bool(self.asked) or placer.waiting
         for placement in asked:

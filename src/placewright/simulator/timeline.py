@@ -94,7 +94,8 @@ class Parts(NamedTuple):
 
     compute: float
     overhead: float
-    """Issuing ops, while the device does so itself or has nothing else to do."""
+    """Issuing ops, while the device does so itself or has nothing else to do, and gaps between
+    kernels."""
     waiting: float
     """For transfers to arrive, with nothing else to do."""
     idle: float
@@ -419,10 +420,9 @@ def _critical_path(
 
 
 def _overhead_share(problem: Problem, op_device: IndexArray) -> FloatArray:
-    """[N] the part of each op's time on its device that is spent on issuing it there."""
+    """[N] the part of each op's time on its device that is not its work."""
     ops = np.arange(len(op_device))
-    overhead = problem.costs.overhead_seconds[problem.cluster.kind_of_device[op_device], ops]
-    overhead = np.where(problem.cluster.issued_apart[op_device], 0.0, overhead)
+    overhead = problem.device_overhead_seconds[op_device, ops]
     busy = problem.busy_seconds[op_device, ops]
     return np.divide(overhead, busy, out=np.zeros(len(ops)), where=busy > 0)
 

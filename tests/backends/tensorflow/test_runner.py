@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from placewright.backends import Program, load, load_program
+from placewright.backends import tensorflow as tensorflow_backend
 from placewright.backends.feeds import load_feeds, make_feeds
 from placewright.backends.processes import free_ports, share_cores
 from placewright.backends.tensorflow import BACKEND
@@ -513,6 +514,46 @@ def test_a_process_that_hangs(program: TensorFlowProgram, number: int, used: boo
         assert runner.measure(by_tower(program)).measurement.ok
 
 
+def test_servers_are_in_a_private_network(program: TensorFlowProgram) -> None:
+    ours = os.readlink("/proc/self/ns/net")
+    with TensorFlowRunner(program, CPU2, RunConfig(steps=3, max_steps=3)) as runner:
+        assert runner.measure(by_tower(program)).measurement.ok
+        assert runner._network is not None
+        holder = runner._network._holder.pid
+        (theirs,) = {os.readlink(f"/proc/{pid}/ns/net") for pid in runner.pids}
+        assert theirs != ours
+        # Without its holder no new client would get in: all are replaced.
+        os.kill(holder, signal.SIGKILL)
+        assert wait_for(lambda: gone(holder))
+        runner.restart_client()
+        assert runner.measure(by_tower(program)).measurement.ok
+        assert runner.restarts == 1
+        holder = runner._network._holder.pid
+    assert wait_for(lambda: gone(holder))
+    with TensorFlowRunner(program, Cluster.load("local"), RunConfig(steps=3)) as one_process:
+        one_process.start()
+        assert one_process._network is None  # no servers, nobody to keep out
+
+
+def test_without_a_private_network_servers_are_opened_only_when_told_to(
+    program: TensorFlowProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError("unshare: Operation not permitted")
+
+    monkeypatch.setattr(runner_module, "PrivateNetwork", refuse)
+    monkeypatch.setattr(tensorflow_backend, "PrivateNetwork", refuse)
+    runner = TensorFlowRunner(program, CPU2)
+    with pytest.raises(WorkerError, match=r"not permitted.*without a password; open_servers"):
+        runner.start()
+    assert runner.pids == ()
+    assert "open_servers" in BACKEND.why_not_here(CPU2)
+    opened = RunConfig(steps=3, max_steps=3, open_servers=True)
+    assert BACKEND.why_not_here(CPU2, opened) == ""
+    with TensorFlowRunner(program, CPU2, opened) as runner:
+        assert runner.measure(by_tower(program)).measurement.ok
+
+
 def test_signs_of_life(program: TensorFlowProgram) -> None:
     with TensorFlowRunner(program, CPU2) as runner:
         runner.start()
@@ -529,7 +570,7 @@ def test_a_port_that_is_taken(program: TensorFlowProgram, monkeypatch: pytest.Mo
         port = taken.getsockname()[1]
         (other,) = free_ports(1)
         # One that the user chose is an error,
-        config = RunConfig(ports=(port, other), steps=3, max_steps=3)
+        config = RunConfig(ports=(port, other), steps=3, max_steps=3, open_servers=True)
         chosen = TensorFlowRunner(program, CPU2, config)
         message = rf"device cpu:0 \(port {port}\) did not start: its port is already taken"
         with pytest.raises(WorkerError, match=message):
@@ -539,7 +580,8 @@ def test_a_port_that_is_taken(program: TensorFlowProgram, monkeypatch: pytest.Mo
         free = free_ports(2)
         draws = iter([[port, other], free])
         monkeypatch.setattr(runner_module, "free_ports", lambda count: next(draws))
-        with TensorFlowRunner(program, CPU2, RunConfig(steps=3, max_steps=3)) as ours:
+        config = RunConfig(steps=3, max_steps=3, open_servers=True)
+        with TensorFlowRunner(program, CPU2, config) as ours:
             assert ours.measure(runs_on(program)).measurement.ok
             # Servers that run already are used as they are: all that is started is a client.
             addresses = {f"cpu:{number}": f"127.0.0.1:{free[number]}" for number in range(2)}
@@ -561,7 +603,9 @@ def test_what_others_keep_on_their_servers_stays(program: TensorFlowProgram) -> 
         mine = tf.compat.v1.get_variable("left/kernel", [], use_resource=True)
         put, got = mine.assign(7.0).op, mine.read_value()
     target = f"grpc://127.0.0.1:{ports[0]}"
-    with TensorFlowRunner(program, CPU2, dataclasses.replace(quick, ports=tuple(ports))) as servers:
+    # Open, so that two runners and a session of ours reach them.
+    reachable = dataclasses.replace(quick, ports=tuple(ports), open_servers=True)
+    with TensorFlowRunner(program, CPU2, reachable) as servers:
         servers.start()
         with tf.compat.v1.Session(target, graph=graph) as session:
             session.run(put)

@@ -18,6 +18,7 @@ from placewright.backends.base import (
     is_path,
     refuse,
 )
+from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.tensorflow import models
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
@@ -44,6 +45,10 @@ class TensorFlowRunConfig(RunConfig):
     """Let TensorFlow put an op elsewhere where it has no kernel on its device."""
     ports: tuple[int, ...] = ()
     """Port of each device's process on this machine; free ones when not given."""
+    open_servers: bool = False
+    """Let the servers of several CPU devices listen on all interfaces, for systems that allow no
+    private network. They ask for no password: whoever reaches this machine meanwhile, its other
+    users included, can read and write files as you."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """A TensorFlow server already running; for each device. Job `worker`, tasks in the order of the
     cluster's devices; all devices or none."""
@@ -100,7 +105,14 @@ class TensorFlowBackend(Backend):
     def why_not_here(self, cluster: Cluster, config: RunConfig | None = None) -> str:
         if isinstance(config, TensorFlowRunConfig) and config.addresses:
             return ""  # they are wherever their servers are
-        return super().why_not_here(cluster, config)
+        reason = super().why_not_here(cluster, config)
+        config = config if isinstance(config, TensorFlowRunConfig) else TensorFlowRunConfig()
+        if not reason and starts_servers(cluster, config) and not config.open_servers:
+            try:
+                PrivateNetwork().close()
+            except OSError as fault:
+                return only_open(fault)
+        return reason
 
     def device_names(
         self, names: Sequence[str], given: Mapping[str, str] | None = None
@@ -118,6 +130,20 @@ class TensorFlowBackend(Backend):
         from placewright.backends.tensorflow.apply import apply_to_file
 
         return apply_to_file(path, plan.device_of, output)
+
+
+def starts_servers(cluster: Cluster, config: TensorFlowRunConfig) -> bool:
+    """Whether several CPUs are to be told apart: each is then a process with a server."""
+    cpus = sum(device.type == "cpu" for device in cluster.devices)
+    return cpus > 1 and not config.addresses
+
+
+def only_open(fault: OSError) -> str:
+    """Why servers are not started where they cannot be kept to themselves."""
+    return (
+        f"this system allows no private network ({fault}), so TensorFlow's servers would be open "
+        "to whoever reaches this machine, without a password; open_servers accepts that"
+    )
 
 
 def _step(source: Any, options: LoadOptions) -> Step:

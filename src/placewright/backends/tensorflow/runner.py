@@ -9,9 +9,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from placewright.backends.base import Array, Program, RunConfig
+from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child, free_ports, share_cores
-from placewright.backends.tensorflow import BACKEND, TensorFlowRunConfig
+from placewright.backends.tensorflow import (
+    BACKEND,
+    TensorFlowRunConfig,
+    only_open,
+    starts_servers,
+)
 from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
@@ -21,7 +27,8 @@ class TensorFlowRunner(ProcessRunner):
     """Measures placements of one program on one cluster.
 
     A cluster with several CPU devices becomes as many processes with cores of their own, which
-    exchange tensors over gRPC; one with a single CPU and GPUs is one process.
+    exchange tensors over gRPC, in a network that nobody else reaches; one with a single CPU and
+    GPUs is one process.
     """
 
     program: TensorFlowProgram
@@ -43,18 +50,17 @@ class TensorFlowRunner(ProcessRunner):
         self.attempts = 1 if config.ports else 3  # what the user chose is not free the next time
         self._target = ""
         self._addresses = _addresses(cluster, config)
-        # One process unless there are several CPUs (or servers elsewhere) to be told apart.
-        cpus = sum(device.type == "cpu" for device in cluster.devices)
-        self.in_one_process = cpus <= 1 and not self._addresses
-        if not self.in_one_process and not self._addresses:
+        self._starts_servers = starts_servers(cluster, config)
+        self.in_one_process = not self._starts_servers and not self._addresses
+        if self._starts_servers:
             others = [device.name for device in cluster.devices if device.type != "cpu"]
             if others:
                 raise WorkerError(
                     f"cluster {cluster.name!r} has several CPUs and {others[0]}: that needs a "
                     "TensorFlow server for each device; start them and give their addresses"
                 )
-            if config.ports and len(config.ports) != cpus:
-                raise WorkerError(f"{len(config.ports)} ports for {cpus} devices")
+            if config.ports and len(config.ports) != cluster.num_devices:
+                raise WorkerError(f"{len(config.ports)} ports for {cluster.num_devices} devices")
 
     def start(self) -> None:
         """Starts the processes, if they do not run yet."""
@@ -68,11 +74,20 @@ class TensorFlowRunner(ProcessRunner):
         self._stop()  # two sets of processes would share the cores
         return time_links(self.cluster, self.config, sizes)
 
+    def _make_network(self) -> PrivateNetwork | None:
+        # Servers of others are out of reach from within one.
+        if not self._starts_servers or self.config.open_servers:
+            return None
+        try:
+            return PrivateNetwork()
+        except OSError as fault:
+            raise WorkerError(only_open(fault)) from None
+
     def _start_workers(self, deadline: float) -> list[tuple[Child, str]]:
         self._target = ""
         if self._addresses:
             self._target = f"grpc://{self._addresses[0]}"
-        if self._addresses or self.in_one_process:
+        if not self._starts_servers:
             return []
         ports = self.config.ports or free_ports(self.cluster.num_devices)
         addresses = [f"127.0.0.1:{port}" for port in ports]
@@ -90,6 +105,7 @@ class TensorFlowRunner(ProcessRunner):
                     greeting,
                     seconds=deadline - time.monotonic(),
                     environment=self._environment(number),
+                    prefix=self._prefix,
                 )
             )
         return [
@@ -126,6 +142,7 @@ class TensorFlowRunner(ProcessRunner):
             seconds=deadline - time.monotonic(),
             environment=self._environment(0 if self.in_one_process else None),
             files={"graph_def": self.program.graph_def, "feeds": arrays.getvalue()},
+            prefix=self._prefix,
         )
 
     def _environment(self, device: int | None) -> dict[str, str]:

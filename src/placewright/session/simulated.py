@@ -1,0 +1,181 @@
+"""A search in the simulator: references, the stage that places op by op, the methods by groups."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from placewright.budget import Budget
+from placewright.errors import SearchError
+from placewright.evaluators.base import Evaluator
+from placewright.measurement import Trial, better
+from placewright.placement import Placement
+from placewright.placers.base import Placer
+from placewright.placers.heft import heft
+from placewright.placers.single_device import single_device
+from placewright.problem import Problem
+from placewright.session import op_stage
+from placewright.session.config import SIMULATE, SearchConfig
+from placewright.session.directory import open_journal
+from placewright.session.result import Result
+from placewright.session.search import Progress, Record, search
+from placewright.simulator import LowerBounds, lower_bounds, makeup, ranked_finalists
+from placewright.stopping import Stopped, Worker, never
+
+_R = TypeVar("_R")
+
+
+@dataclass(kw_only=True)
+class SimulatedSearch:
+    """One search, from the bounds to the result. Whatever takes long ends soon after a stop."""
+
+    problem: Problem
+    config: SearchConfig
+    evaluator: Evaluator
+    make_placers: Callable[[Budget], list[Placer]]
+    """The placers by groups, for their part of the budget."""
+    alone: bool
+    """Whether this process alone tries placements: then there are references, and ops are placed
+    one by one where that is worth it."""
+    directory: Path | None = None
+    observe: Callable[[Progress], None] = lambda progress: None
+    stop: Callable[[], bool] = never
+    parts: list[Progress] = field(default_factory=list)
+    """What was searched so far: by groups, and before and after that op by op."""
+    placers: list[Placer] = field(default_factory=list)
+    references: tuple[Trial, ...] = ()
+    bound_seconds: float = 0.0
+    """No placement is faster, op by op where ops are placed one by one."""
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self) -> Result:
+        try:
+            bounds = self._patiently(functools.partial(lower_bounds, self.problem))
+            if bounds.forced_out_of_memory is not None:
+                raise SearchError(bounds.forced_out_of_memory)
+            self._search(bounds)
+        except Stopped:
+            if not self.parts:
+                return self._result(Progress(budget=self.config.limits, started=self.started))
+        return self._result(op_stage.merged(self.parts, self.config.limits))
+
+    @property
+    def _by_ops(self) -> bool:
+        """Whether ops are placed one by one as well."""
+        return self.alone and self.config.places_ops and op_stage.is_worthwhile(self.problem)
+
+    def _search(self, bounds: LowerBounds) -> None:
+        problem, limits = self.problem, self.config.limits
+        self.bound_seconds = bounds.best
+        if self.evaluator.cheap:
+            # The first evaluation compiles the simulator, which is nobody's search time.
+            first = Placement.of(problem, problem.allowed.argmax(axis=1))
+            self._patiently(functools.partial(self.evaluator.evaluate, [first]))
+        if self.alone:
+            self.references = self._patiently(self._find_references)
+        by_ops = self._by_ops
+        if by_ops and problem.refined is not problem:
+            # What is proved of groups does not hold for single ops.
+            refined = self._patiently(functools.partial(lower_bounds, problem.refined))
+            self.bound_seconds = refined.best
+        with open_journal(self.directory, problem, SIMULATE) as journal:
+            self.started = time.monotonic()
+            if not by_ops:
+                self._by_groups(limits, journal, bounds.best)
+                return
+            stage = op_stage.OpStage(
+                problem=problem, budget=limits, seed=self.config.seed, journal=journal,
+                observe=self.observe, stop=self.stop, lower_bound_seconds=self.bound_seconds,
+            )  # fmt: skip
+            self.parts.append(stage.open())
+            known = min((t.measurement.mean_seconds for t in self.references), default=math.inf)
+            part = stage.budget_for_groups(known)
+            if part is not None and not self.stop():
+                self._by_groups(part, stage.record(stage.is_by_groups), bounds.best)
+            closing = stage.close(self.parts[1] if len(self.parts) > 1 else None)
+            if closing is not None:
+                self.parts.append(closing)
+
+    def _by_groups(self, limits: Budget, journal: Record | None, bound_seconds: float) -> None:
+        self.placers = self._patiently(functools.partial(self.make_placers, limits))
+        before = tuple(self.parts)
+        self.parts.append(
+            search(
+                self.placers, self.evaluator, limits, journal=journal, directory=self.directory,
+                seed=self.config.seed, stop=self.stop, lower_bound_seconds=bound_seconds,
+                observe=lambda now: self.observe(
+                    op_stage.merged([*before, now], self.config.limits)
+                ),
+            )
+        )  # fmt: skip
+
+    def _find_references(self) -> tuple[Trial, ...]:
+        """The best of `single` and of `heft`. They take no time, and no answer means much
+        without."""
+        found = []
+        for name, function in (("single", single_device), ("heft", heft)):
+            placements = function(self.problem)
+            best = None
+            measurements = self.evaluator.evaluate(placements)
+            for placement, measurement in zip(placements, measurements, strict=True):
+                trial = Trial(placement=placement, measurement=measurement, placer=name)
+                best = better(best, trial)
+            if best is not None:
+                found.append(best)
+        return tuple(found)
+
+    def _patiently(self, function: Callable[[], _R]) -> _R:
+        """Calls it so that it can be abandoned after a stop; raises `Stopped` then."""
+        if self.stop is never:
+            return function()
+        worker = Worker()
+        try:
+            return worker.run(function, self.stop)
+        finally:
+            worker.close()
+
+    def _result(self, progress: Progress) -> Result:
+        best: Trial | None = None
+        found = [result.best for result in progress.results() if result.best is not None]
+        for trial in found:
+            if trial.measurement.ok:
+                best = better(best, trial)
+        step_range = composition = None
+        bound = self.bound_seconds
+        if best is not None:
+            placed = self.problem
+            if best.placement.space != placed.space.fingerprint:
+                placed = placed.refined
+            of_its_kind = [t for t in found if t.placement.space == best.placement.space]
+            best, step_range = ranked_finalists(placed, of_its_kind, seed=self.config.seed)[0]
+            singles = [t for t in (*found, *self.references) if t.placer == "single"]
+            single = next((t for t in singles if t.measurement.ok), None)
+            reference = None if single is None else single.placement
+            if reference is not None and placed is not self.problem:
+                reference = Placement.of(placed, self.problem.lifted(reference.devices))
+            composition = makeup(placed, best.placement, reference)
+            if not self._by_ops or self.problem.refined is self.problem:
+                # What a placer proved may be better than the general bounds.
+                proved = [placer.notes.lower_bound_seconds for placer in self.placers]
+                bound = max([bound, *proved])
+            # Proofs and simulation round differently in the last digits.
+            bound = min(bound, best.measurement.mean_seconds)
+        return Result(
+            problem=self.problem,
+            best=best,
+            step_range=step_range,
+            makeup=composition,
+            methods=tuple(progress.results()),
+            lower_bound_seconds=bound,
+            seconds=time.monotonic() - self.started,
+            seed=self.config.seed,
+            interrupted=self.stop(),
+            fault=progress.fault,
+            references=tuple(t for t in self.references if t.placer not in progress.trials_of),
+            proven=progress.proven,
+        )
