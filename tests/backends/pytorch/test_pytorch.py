@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,53 @@ def test_what_a_device_map_cannot_say_is_said() -> None:
         random_plan(tied, "module", seed).device_map()
 
 
+STAGE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe, pipeline
+import placewright.torch
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+x, wanted = torch.load(f"{folder}/values", weights_only=True)
+split = placewright.torch.load(f"{folder}/plan.json").split_points()
+stage = pipeline(module, (x[:2],), split_spec=split).build_stage(rank, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+if rank == 0:
+    schedule.step(x)
+else:
+    found = schedule.step(target=torch.zeros_like(wanted))
+    assert torch.allclose(found, wanted, atol=1e-6), (found, wanted)
+assert all(p.grad is not None for p in stage.submod.parameters())
+print(*sorted(stage.submod.state_dict()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchs_pipeline_runs_the_split(tmp_path: Path) -> None:
+    module, x = chain(), torch.randn(8, 4)
+    planned = pt.plan(module, x[:2], devices=DEVICES, level="module", method="expert", budget=1)
+    planned.save(tmp_path / "plan.json")
+    torch.save(module.state_dict(), tmp_path / "weights")
+    torch.save((x, module(x).detach()), tmp_path / "values")
+    stages = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", STAGE, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [stage.communicate(timeout=120) for stage in stages]
+    assert [stage.returncode for stage in stages] == [0, 0], said
+    keys = " ".join(out for out, _ in said).split()
+    assert keys == sorted(module.state_dict())
+
+
 class Exit(nn.Module):
     """Values decide what is computed."""
 
@@ -307,6 +356,11 @@ def test_too_little_memory_names_what_is_large() -> None:
             budget=1,
         )
     assert "\n" not in str(caught.value)
+
+
+def test_other_errors_of_a_search_say_what_they_are() -> None:
+    with pytest.raises(SearchError, match="unknown method 'magic'"):
+        pt.plan(chain(), torch.zeros(2, 4), devices=DEVICES, method="magic")
 
 
 def test_devices_that_are_not_there() -> None:
