@@ -26,7 +26,10 @@ from placewright.cluster import Cluster, from_document
 from placewright.costs import estimate_costs
 from placewright.discovery import local_document
 from placewright.errors import ClusterError, PlacementError, SearchError
+from placewright.measurement import Outcome
 from placewright.problem import Problem, make_problem
+from placewright.session.result import Result
+from placewright.simulator import lower_bounds
 
 __all__ = ["Inputs", "Plan", "Planned", "TorchModel", "load", "place", "plan"]
 
@@ -48,14 +51,14 @@ class Planned:
     """A plan, and the search that found it."""
 
     plan: Plan
-    result: Any
-    """The search's `placewright.Result`."""
+    result: Result
+    """Of the search."""
     verdict: str
     """What was gained, in a sentence."""
 
     @property
     def step_seconds(self) -> float:
-        return float(self.result.step_seconds)
+        return self.result.step_seconds
 
     def apply(self, model: torch.nn.Module, *, level: str | None = None) -> torch.nn.Module:
         """See `Plan.apply`."""
@@ -117,10 +120,13 @@ def plan(
     problem = problem_of(program, cluster, level)
     try:
         result = placewright.place(problem, method=method, budget=budget or 10.0, seed=seed)
-        device_of_op = result.placement_by_op()
     except SearchError as error:
-        too_little = explain_memory(problem)
-        raise SearchError(too_little) from error
+        if lower_bounds(problem).forced_out_of_memory is None:
+            raise
+        raise SearchError(explain_memory(problem)) from error
+    if result.best is None and _ran_out_of_memory(result):
+        raise SearchError(explain_memory(problem))
+    device_of_op = result.placement_by_op()
     names = {device: torch_name(device) for device in cluster.device_names}
     return Planned(plan=program.plan(device_of_op, names), result=result, verdict=_verdict(result))
 
@@ -223,6 +229,12 @@ def _size(name: str, size: int | str) -> int:
 # --- what came of it -----------------------------------------------------------------------------
 
 
+def _ran_out_of_memory(result: Result) -> bool:
+    """Whether memory is why none of the placements that were tried ran."""
+    outcomes = {m.best.measurement.outcome for m in result.methods if m.best is not None}
+    return outcomes == {Outcome.OUT_OF_MEMORY}
+
+
 def explain_memory(problem: Problem) -> str:
     """Which parameters and activations are too large together."""
     from placewright.units import format_bytes
@@ -245,7 +257,7 @@ def explain_memory(problem: Problem) -> str:
     )
 
 
-def _verdict(result: Any) -> str:
+def _verdict(result: Result) -> str:
     used = sorted(set(result.placement_by_op().values()))
     gain = result.speed_up
     if len(used) == 1 or (gain is not None and gain < _WORTH):

@@ -166,11 +166,11 @@ def load(
         return source
     if is_path(source) and is_graph_file(source) and Path(source).is_file():
         refuse(
-            "a graph file", signature=signature, dims=dims, fetches=fetches, batch=batch,
-            loops=loops,
+            "a graph file", backend=backend, signature=signature, dims=dims, fetches=fetches,
+            batch=batch, loops=loops,
         )  # fmt: skip
         return Graph.load(Path(source))
-    options = _options(scale, batch, dims, signature, fetches, loops)
+    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load_graph(source, options)
 
 
@@ -195,11 +195,12 @@ def load_program(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
             "be run; give the TensorFlow model itself"
         )
-    options = _options(scale, batch, dims, signature, fetches, loops)
+    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load(source, options)
 
 
 def _options(
+    backend: str | None,
     scale: str,
     batch: int | None,
     dims: Mapping[str, int] | None,
@@ -209,8 +210,8 @@ def _options(
 ) -> LoadOptions:
     fetches = (fetches,) if isinstance(fetches, str) else fetches
     return LoadOptions(
-        scale=scale, batch=batch, dims=dims or {}, signature=signature, fetches=fetches,
-        loops=loops or {},
+        backend=backend, scale=scale, batch=batch, dims=dims or {}, signature=signature,
+        fetches=fetches, loops=loops or {},
     )  # fmt: skip
 
 
@@ -258,15 +259,17 @@ def runner(
     return get(program.backend).runner(program, cluster, config, feeds)
 
 
-def why_not_run(source: object, cluster: Cluster, config: RunConfig | None = None) -> str:
+def why_not_run(
+    source: object, cluster: Cluster, config: RunConfig | None = None, backend: str | None = None
+) -> str:
     """Why placements of this model on this cluster cannot be measured from here; empty when they
     can, as far as is known without loading it."""
-    backend = backend_of(source)
-    if backend is None:
+    reader = backend_of(source, backend)
+    if reader is None:
         return "it is no model of a framework"
-    if not backend.installed():
-        return f"{backend.name} is not installed"
-    return backend.why_not_here(cluster, config)
+    if not reader.installed():
+        return f"{reader.name} is not installed"
+    return reader.why_not_here(cluster, config)
 
 
 def measurable(clusters: Iterable[str]) -> list[str]:

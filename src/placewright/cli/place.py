@@ -131,9 +131,11 @@ def place(
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = output.directory_for(model, cluster)
     described = Cluster.load(cluster)
-    run = run_config(model, real)
+    run = run_config(model, load, real)
     machine = None
-    if needs_program(model, described, config, run=run, team=team, directory=output.resume):
+    if needs_program(
+        model, described, config, run=run, team=team, directory=output.resume, backend=load.backend
+    ):
         program = common.load_program(model, load)
         graph = program.graph
         machine = Machine(program, run, feeds_from(feeds))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placewright.backends import RunConfig, backend_of, every
+from placewright.backends import LoadOptions, RunConfig, backend_of, every
 from placewright.cli.options import Only, UsageError, option_names
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError
@@ -33,9 +33,9 @@ RealRuns = Annotated[
 ]
 
 
-def run_config(model: str, given: RunConfig, **more: Any) -> RunConfig:
+def run_config(model: str, load: LoadOptions, given: RunConfig, **more: Any) -> RunConfig:
     """What was given, as the settings of the backend that reads the model."""
-    backend = backend_of(model)
+    backend = backend_of(model, load.backend)
     if backend is None:
         return given
     blank, known = type(given)(), {field.name for field in fields(backend.run_config)}
@@ -52,9 +52,9 @@ def feeds_from(path: str | None) -> Mapping[str, Array] | None:
     return None if path is None else load_feeds(path)
 
 
-def require_here(model: str, cluster: Cluster, config: RunConfig) -> None:
+def require_here(model: str, load: LoadOptions, cluster: Cluster, config: RunConfig) -> None:
     """Raises when the cluster's devices are neither those of this machine nor have addresses."""
-    backend = backend_of(model)
+    backend = backend_of(model, load.backend)
     reason = "" if backend is None else backend.why_not_here(cluster, config)
     if reason:
         raise ClusterError(

@@ -255,15 +255,17 @@ def needs_program(
     run: RunConfig | None = None,
     team: TeamConfig | None = None,
     directory: str | Path | None = None,
+    backend: str | None = None,
 ) -> bool:
-    """Whether a model has to be read so that it can be run, and not only placed.
+    """Whether a model has to be read so that it can be run, and not only placed. `backend` is as in
+    `backends.load`.
 
     Raises where real runs are asked for on a cluster that is not at hand: reading takes a while.
     """
     wanted = wanted_in(config, directory)
     if wanted is not None:
-        backend = None if wanted == SIMULATE else backends.backend_of(source)
-        reason = "" if backend is None else backend.why_not_here(cluster, run)
+        reader = None if wanted == SIMULATE else backends.backend_of(source, backend)
+        reason = "" if reader is None else reader.why_not_here(cluster, run)
         if reason:
             raise ClusterError(
                 f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
@@ -272,7 +274,7 @@ def needs_program(
         return wanted != SIMULATE
     if config.limits.seconds is None or team is not None or cluster.num_devices < 2:
         return False
-    return not backends.why_not_run(source, cluster, run)
+    return not backends.why_not_run(source, cluster, run, backend)
 
 
 def unaffordable(problem: Problem, budget: Budget) -> str:
