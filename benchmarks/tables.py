@@ -47,8 +47,8 @@ def source(name: str) -> Source:
     if part == "costs":
         from benchmarks import costs
 
-        made = {"steps": costs.step_table, "types": costs.type_table}[rest]
-        return Source(f"costs/{rest}.csv", made)
+        table = {"steps": costs.step_table, "types": costs.type_table}
+        return Source(f"costs/{rest}.csv", table[rest])
     if part == "large":
         from benchmarks import large
 

@@ -291,6 +291,7 @@ def test_python_writes_the_same_journal(
     run: Callable[..., Any], graph_file: Path, method: str
 ) -> None:
     """The command and `placewright.place` with equal settings are one and the same search."""
+    layered_graph(60, 6).save(graph_file)  # so that no optimum is proven soon
     learner = {"ppo": LearnerConfig(samples=8)} if method == "ppo" else None
     options = ["--learner", "samples=8"] if learner else []
     result = run(

@@ -46,7 +46,8 @@ def _parts_of_equal_work(problem: Problem, devices: IndexArray) -> IndexArray:
     if not work.any():
         work = np.ones(problem.num_groups)
     middle = (np.cumsum(work) - work / 2) / work.sum()
-    return devices[np.searchsorted(np.cumsum(speeds)[:-1], middle, side="right")]
+    parts = np.searchsorted(np.cumsum(speeds)[:-1], middle, side="right")
+    return np.asarray(devices[parts], dtype=np.int32)
 
 
 def _layers(names: tuple[str, ...]) -> dict[int, tuple[str, int]]:
