@@ -79,10 +79,16 @@ class SimulatedSearch:
         if self.alone:
             self.references = self._patiently(self._find_references)
         by_ops = self._by_ops
+        if by_ops:
+            compiling = functools.partial(op_stage.compile_schedulers, problem.cluster)
+            self._patiently(compiling)
         if by_ops and problem.refined is not problem:
             # What is proved of groups does not hold for single ops.
             refined = self._patiently(functools.partial(lower_bounds, problem.refined))
             self.bound_seconds = refined.best
+        if not by_ops or self.config.policy is not None:
+            # What is wrong with a policy's file is said before a directory is made.
+            self.placers = self._patiently(functools.partial(self.make_placers, limits))
         with open_journal(self.directory, problem, SIMULATE) as journal:
             self.started = time.monotonic()
             if not by_ops:
@@ -102,7 +108,8 @@ class SimulatedSearch:
                 self.parts.append(closing)
 
     def _by_groups(self, limits: Budget, journal: Record | None, bound_seconds: float) -> None:
-        self.placers = self._patiently(functools.partial(self.make_placers, limits))
+        if not self.placers:
+            self.placers = self._patiently(functools.partial(self.make_placers, limits))
         before = tuple(self.parts)
         self.parts.append(
             search(
