@@ -127,7 +127,7 @@ def place(
 
     config = replace(search, learner=configured_presets(search.chosen.names, learner or ()))
     if team is not None:
-        check_installed("--controllers" if team.controllers else "--workers")
+        check_installed("`controllers`" if team.controllers else "`workers`")
     # What can be wrong with the request is said before the model is read, which takes a while.
     directory = output.directory_for(model, cluster)
     described = Cluster.load(cluster)
