@@ -21,6 +21,7 @@ from placewright.session import op_stage
 from placewright.session.config import SearchConfig
 from placewright.session.driver import Session
 from placewright.session.result import Result
+from placewright.session.search import Progress
 from placewright.testing import four_accelerators, gpu_boards, layered_graph, timed_layers
 
 METHODS = ("single", "heft", "local-search")
@@ -109,6 +110,29 @@ def test_a_proven_optimum_ends_the_search() -> None:
     assert result.trials < 10
     reasons = {entry.method: entry.why_not for entry in result.methods}
     assert "proven to be optimal" in reasons["local-search"]
+
+
+@pytest.mark.parametrize("trials", [1, 2, 5])
+def test_a_budget_of_trials_is_for_all_parts(trials: int) -> None:
+    assert run(layers(), METHODS, op_level=True, trials=trials).trials <= trials
+
+
+def test_a_proof_by_groups_is_none_for_single_ops() -> None:
+    """It ends the search by groups, and the search op by op may be stopped after that."""
+    problem = make_problem(timed_layers(60, 6), four_accelerators(), ProblemConfig(groups=1))
+    seen: list[int] = []
+
+    def stop() -> bool:
+        return len(seen) > 0
+
+    def observe(progress: Progress) -> None:
+        if progress.placer == "single":
+            seen.append(progress.trials)
+
+    config = SearchConfig(method="single", trials=50, op_level=True)
+    result = Session(problem, config, observe=observe, stop=stop).run()
+    assert seen
+    assert not result.proven
 
 
 def test_long_placements_are_short_lines(tmp_path: Path) -> None:

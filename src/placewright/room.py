@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from placewright.units import format_bytes
+
 FREE_BYTES_VARIABLE = "PLACEWRIGHT_FREE_BYTES"
 """Environment variable that says how many bytes may be used, whatever is free."""
 
@@ -27,8 +29,8 @@ def why_no_room(needed_bytes: int) -> str:
     if needed_bytes <= room:
         return ""
     return (
-        f"left out: it would need some {_text(needed_bytes)} of memory here, and may count on "
-        f"{_text(room)}"
+        f"left out: it would need some {format_bytes(needed_bytes)} of memory here, and may count "
+        f"on {format_bytes(room)}"
     )
 
 
@@ -38,13 +40,6 @@ def policy_bytes(*, groups: int, samples: int, hidden: int) -> int:
     features of pairs of groups and the states of the two LSTMs."""
     pairs = groups * groups
     return 4 * (5 * samples * pairs + 12 * pairs + 24 * samples * groups * hidden)
-
-
-def _text(size: int) -> str:
-    for scale, unit in ((1e9, "GB"), (1e6, "MB")):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size / 1e3:.3g} kB"
 
 
 def _free_of_machine() -> int:

@@ -31,7 +31,7 @@ from placewright.backends.base import (
     refuse,
 )
 from placewright.cluster import Cluster
-from placewright.errors import ModelError, PlacementError
+from placewright.errors import ClusterError, ModelError, PlacementError
 from placewright.graph import Graph
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Runner",
     "Trace",
     "backend_of",
+    "check_here",
     "every",
     "get",
     "is_graph_file",
@@ -193,7 +194,7 @@ def load_program(
         what = f"the graph {source.name!r}" if isinstance(source, Graph) else source
         raise ModelError(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
-            "be run; give the TensorFlow model itself"
+            "be run; give the model itself"
         )
     options = _options(backend, scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load(source, options)
@@ -270,6 +271,23 @@ def why_not_run(
     if not reader.installed():
         return f"{reader.name} is not installed"
     return reader.why_not_here(cluster, config)
+
+
+def check_here(
+    source: object,
+    cluster: Cluster,
+    config: RunConfig | None = None,
+    name: str | None = None,
+) -> None:
+    """Raises for a model of a framework whose placements on this cluster cannot be measured from
+    here: before it is read, which takes a while."""
+    backend = backend_of(source, name)
+    reason = "" if backend is None else backend.why_not_here(cluster, config)
+    if reason:
+        raise ClusterError(
+            f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
+            "('placewright devices' shows what can)"
+        )
 
 
 def measurable(clusters: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from placewright import backends
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.options import Only, UsageError, add_command
-from placewright.cli.real import FeedsOption, RealRuns, feeds_from, require_here, run_config
+from placewright.cli.real import FeedsOption, RealRuns, feeds_from, run_config
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
 from placewright.files import check_new, write_text
@@ -79,7 +79,7 @@ def calibrate(
         raise UsageError("give -o FILE for the costs, or --costs FILE --check N")
     machine = Cluster.load(cluster)
     config = run_config(model, load, real)
-    require_here(model, load, machine, config)
+    backends.check_here(model, machine, config, load.backend)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)

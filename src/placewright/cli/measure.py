@@ -13,7 +13,7 @@ from placewright.backends.base import LoadOptions, RunConfig
 from placewright.cli import common
 from placewright.cli.common import PlacementOptions
 from placewright.cli.options import Only, add_command
-from placewright.cli.real import FeedsOption, RunOptions, feeds_from, require_here, run_config
+from placewright.cli.real import FeedsOption, RunOptions, feeds_from, run_config
 from placewright.cluster import Cluster, preset_names
 from placewright.problem import ProblemConfig
 from placewright.units import format_bytes, format_seconds
@@ -58,7 +58,7 @@ def measure(
     """
     config = run_config(model, load, real, steps=steps, max_steps=max(steps, real.max_steps))
     machine = Cluster.load(cluster)
-    require_here(model, load, machine, config)
+    backends.check_here(model, machine, config, load.backend)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)
@@ -127,7 +127,6 @@ def devices(as_json: common.JsonOption = False) -> None:
 
     Example: placewright devices
     """
-    from placewright import backends
     from placewright.machine import usable_cores
 
     local = Cluster.load("local")

@@ -10,8 +10,6 @@ import typer
 
 from placewright.backends import LoadOptions, RunConfig, backend_of, every
 from placewright.cli.options import Only, UsageError, option_names
-from placewright.cluster import Cluster
-from placewright.errors import ClusterError
 
 if TYPE_CHECKING:
     from placewright.backends.base import Array
@@ -50,14 +48,3 @@ def feeds_from(path: str | None) -> Mapping[str, Array] | None:
     from placewright.backends.feeds import load_feeds
 
     return None if path is None else load_feeds(path)
-
-
-def require_here(model: str, load: LoadOptions, cluster: Cluster, config: RunConfig) -> None:
-    """Raises when the cluster's devices are neither those of this machine nor have addresses."""
-    backend = backend_of(model, load.backend)
-    reason = "" if backend is None else backend.why_not_here(cluster, config)
-    if reason:
-        raise ClusterError(
-            f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
-            "('placewright devices' shows what can)"
-        )

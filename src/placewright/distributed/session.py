@@ -35,7 +35,7 @@ _ANSWER_SECONDS = 4.0
 @contextlib.contextmanager
 def ray_session(config: TeamConfig) -> Iterator[None]:
     """Ray, for as long as it lasts, with room for the workers."""
-    check_installed("--workers" if not config.controllers else "--controllers")
+    check_installed("`controllers`" if config.controllers else "`workers`")
     # Before Ray is imported, which reads this once: it must not phone home.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     terminate = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
@@ -94,6 +94,7 @@ def _local() -> Iterator[dict[str, Any]]:
     os.environ.update(settings)
     from ray._private import ray_constants
 
+    _reread_token()
     clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray had been imported already
     try:
@@ -110,7 +111,18 @@ def _local() -> Iterator[dict[str, Any]]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+        _reread_token()
         watch.communicate(guard.DONE)
+
+
+def _reread_token() -> None:
+    """Ray reads from the environment how it authenticates when it is imported, and keeps that. It may
+    have been imported before, by whoever called us."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    # In this order: a thread of Ray that still ends must not look for a token that is gone.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -125,7 +137,7 @@ def _joined(address: str) -> Iterator[dict[str, Any]]:
         if found is None:
             raise WorkerError(
                 "no Ray cluster runs on this machine; start one with 'ray start --head', or leave "
-                "out --ray-address"
+                "out `address`"
             )
     else:
         found = address
@@ -138,13 +150,13 @@ def _check_answers(given: str, address: str) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (colon and host and port.isdecimal()):
         raise WorkerError(
-            f"--ray-address {given}: expected 'auto' or HOST:PORT, as 'ray start' prints it"
+            f"address={given!r}: expected 'auto' or HOST:PORT, as 'ray start' prints it"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as fault:
         raise WorkerError(
-            f"nobody answers at --ray-address {address} ({fault}); is the cluster running there?"
+            f"nobody answers at address={address!r} ({fault}); is the cluster running there?"
         ) from None
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
@@ -153,9 +165,9 @@ def _check_answers(given: str, address: str) -> None:
         )
     except subprocess.CalledProcessError as fault:
         detail = _last_line(fault.stderr)
-        raise WorkerError(f"--ray-address {address} is no healthy Ray cluster: {detail}") from None
+        raise WorkerError(f"address={address!r} is no healthy Ray cluster: {detail}") from None
     except subprocess.TimeoutExpired:
-        raise WorkerError(f"what answers at --ray-address {address} is not Ray") from None
+        raise WorkerError(f"what answers at address={address!r} is not Ray") from None
 
 
 def _check_room(config: TeamConfig) -> None:

@@ -17,7 +17,7 @@ from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.team import Team, assemble
-from placewright.errors import ClusterError, SearchError
+from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -198,7 +198,7 @@ class Session:
             if self.evaluate == BOTH:
                 metrics = None
                 if self.directory is not None:
-                    metrics = opened.enter_context(MetricsLog(self.directory))
+                    metrics = opened.enter_context(contextlib.closing(MetricsLog(self.directory)))
                 rounds = Rounds(
                     real=real, config=self.config, runner=self.runner, directory=self.directory,
                     metrics=metrics,
@@ -264,13 +264,8 @@ def needs_program(
     """
     wanted = wanted_in(config, directory)
     if wanted is not None:
-        reader = None if wanted == SIMULATE else backends.backend_of(source, backend)
-        reason = "" if reader is None else reader.why_not_here(cluster, run)
-        if reason:
-            raise ClusterError(
-                f"cluster {cluster.name!r} cannot be measured on this machine: {reason} "
-                "('placewright devices' shows what can)"
-            )
+        if wanted != SIMULATE:
+            backends.check_here(source, cluster, run, backend)
         return wanted != SIMULATE
     if config.limits.seconds is None or team is not None or cluster.num_devices < 2:
         return False

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from placewright.errors import SearchError
@@ -64,17 +63,6 @@ class MetricsLog:
             raise SearchError(
                 f"{self._folder / FILE}: cannot be written: {fault.strerror}"
             ) from None
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -48,9 +48,9 @@ def is_worthwhile(problem: Problem) -> bool:
 
 
 def compile_schedulers(cluster: Cluster) -> None:
-    """The first call of each compiles it, some seconds the first time on a machine; that is nobody's
+    """The first call of each compiles it, which takes seconds once on a machine; that is nobody's
     search time."""
-    ops = [Op("first", "Op", outputs=(Tensor(1),)), Op("last", "Op")]
+    ops = [Op(name="first", type="Op", outputs=(Tensor(1),)), Op(name="last", type="Op")]
     tiny = make_problem(Graph.from_ops("tiny", ops, [Edge("first", "last")]), cluster)
     for schedule in SCHEDULERS.values():
         schedule(tiny, never)
@@ -90,10 +90,12 @@ class OpStage:
         """Tries what the schedulers plan."""
         refined = self.problem.refined
         placers = [_scheduler(name, refined, self.stop) for name in SCHEDULERS]
+        budget = self._part(_OPENING)
+        assert budget is not None, "a budget is of one trial at least"
         self.opening = search(
             placers,
             self._evaluator,
-            self._part(_OPENING),
+            budget,
             journal=self.record(self._is_of_schedulers),
             seed=self.seed,
             observe=self.observe,
@@ -115,13 +117,14 @@ class OpStage:
 
     def close(self, by_groups: Progress | None) -> Progress | None:
         """Goes on from the best of both for the rest of the budget, op by op; None where nothing of
-        it is left."""
+        it is left, or nothing to gain."""
         assert self.opening is not None
         parts = [part for part in (self.opening, by_groups) if part is not None]
-        trials = sum(part.trials for part in parts)
-        if self.stop() or any(part.proven and part is self.opening for part in parts):
+        # What is proved of groups holds for single ops where these are the groups.
+        proofs = parts if self.problem.refined is self.problem else parts[:1]
+        if self.stop() or any(part.proven for part in proofs):
             return None
-        budget = self._part(1.0, spent_trials=trials)
+        budget = self._part(1.0, spent_trials=sum(part.trials for part in parts))
         if budget is None:
             return None
         placer = OpSearch(self.problem.refined, seed=self.seed)
@@ -154,13 +157,16 @@ class OpStage:
     def _is_of_search(self, trial: Trial) -> bool:
         return trial.placer == OpSearch.name
 
-    def _part(self, share: float, spent_trials: int = 0) -> Budget:
-        """A share of what is left; at least something, so that the search says what it tried."""
+    def _part(self, share: float, spent_trials: int = 0) -> Budget | None:
+        """A share of what is left, None where no trials are; otherwise at least something, so that
+        the search says what it tried."""
         seconds, trials = self.budget.seconds, self.budget.trials
         if seconds is not None:
             left = seconds - (time.monotonic() - self.started)
             seconds = max(1e-3, left * share)
         if trials is not None:
+            if trials <= spent_trials:
+                return None
             trials = max(1, int((trials - spent_trials) * share))
         return Budget(seconds=seconds, trials=trials)
 

@@ -203,6 +203,7 @@ class Rounds:
         search(
             self._placers(under, budget), SimulatedEvaluator(under), budget, journal=simulated,
             seed=real.seed, observe=self._watch, stop=real.stop,
+            lower_bound_seconds=None,  # it says nothing of times that were measured
         )  # fmt: skip
         apart = max(1, round(rounds.distance * real.problem.num_groups))
         chosen: dict[Placement, str] = {}

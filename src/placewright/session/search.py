@@ -47,7 +47,7 @@ _MOST_REMEMBERED_BYTES = 256_000_000
 
 _STOPPED = "stopped while it was computing"
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """By what share a proven bound and a simulated step may differ and still be the same."""
 
 _POLL_SECONDS = 0.02
@@ -139,7 +139,7 @@ def search(
     seed: int = 0,
     observe: Callable[[Progress], None] = lambda progress: None,
     stop: Callable[[], bool] = never,
-    lower_bound_seconds: float = 0.0,
+    lower_bound_seconds: float | None = 0.0,
 ) -> Progress:
     """Runs the placers one after another, each until it has nothing left to propose.
 
@@ -154,7 +154,8 @@ def search(
     its checkpoint repeats what it proposed since, and is answered from the journal.
 
     The search ends early where no placement can be better than the best: its step takes no longer
-    than `lower_bound_seconds`, or than what a placer has proved, where times are exact.
+    than `lower_bound_seconds`, or than what a placer has proved, where times are exact. Not where
+    that is None: for trials of the journal whose times are of another kind.
 
     A placer that computes when `stop()` becomes true has a few seconds to come to an end; after
     that it is abandoned, and the search ends with what it has.
@@ -184,7 +185,7 @@ class _Search:
         seed: int,
         observe: Callable[[Progress], None],
         stop: Callable[[], bool],
-        lower_bound_seconds: float,
+        lower_bound_seconds: float | None,
     ) -> None:
         self.placers = placers
         self.evaluator = evaluator
@@ -250,6 +251,8 @@ class _Search:
 
     def prove(self) -> None:
         """Notes whether the best is as fast as anything can be."""
+        if self.lower_bound_seconds is None:
+            return
         bounds = [placer.notes.lower_bound_seconds for placer in self.placers]
         bound = max([self.lower_bound_seconds, *bounds])
         best = self.progress.best
@@ -258,7 +261,7 @@ class _Search:
             exact
             and bound > 0
             and best is not None
-            and best.measurement.mean_seconds <= bound * (1.0 + _ROUNDING)
+            and best.measurement.mean_seconds <= bound * (1.0 + ROUNDING)
         )
 
     def is_over(self, until_seconds: float, until_trials: float) -> bool:

@@ -23,7 +23,7 @@ from placewright.session import op_stage
 from placewright.session.config import SIMULATE, SearchConfig
 from placewright.session.directory import open_journal
 from placewright.session.result import Result
-from placewright.session.search import Progress, Record, search
+from placewright.session.search import ROUNDING, Progress, Record, search
 from placewright.simulator import LowerBounds, lower_bounds, makeup, ranked_finalists
 from placewright.stopping import Stopped, Worker, never
 
@@ -153,11 +153,18 @@ class SimulatedSearch:
             if trial.measurement.ok:
                 best = better(best, trial)
         step_range = composition = None
-        bound = self.bound_seconds
+        bound, proven = self.bound_seconds, False
         if best is not None:
             placed = self.problem
             if best.placement.space != placed.space.fingerprint:
                 placed = placed.refined
+            if not self._by_ops or self.problem.refined is self.problem:
+                # What a placer proved may be better than the general bounds.
+                proved = [placer.notes.lower_bound_seconds for placer in self.placers]
+                bound = max([bound, *proved])
+            # A proof by groups proves nothing where ops are placed one by one as well.
+            reached = best.measurement.mean_seconds <= bound * (1.0 + ROUNDING)
+            proven = progress.proven and reached
             of_its_kind = [t for t in found if t.placement.space == best.placement.space]
             best, step_range = ranked_finalists(placed, of_its_kind, seed=self.config.seed)[0]
             singles = [t for t in (*found, *self.references) if t.placer == "single"]
@@ -166,10 +173,6 @@ class SimulatedSearch:
             if reference is not None and placed is not self.problem:
                 reference = Placement.of(placed, self.problem.lifted(reference.devices))
             composition = makeup(placed, best.placement, reference)
-            if not self._by_ops or self.problem.refined is self.problem:
-                # What a placer proved may be better than the general bounds.
-                proved = [placer.notes.lower_bound_seconds for placer in self.placers]
-                bound = max([bound, *proved])
             # Proofs and simulation round differently in the last digits.
             bound = min(bound, best.measurement.mean_seconds)
         return Result(
@@ -184,5 +187,5 @@ class SimulatedSearch:
             interrupted=self.stop(),
             fault=progress.fault,
             references=tuple(t for t in self.references if t.placer not in progress.trials_of),
-            proven=progress.proven,
+            proven=proven,
         )
