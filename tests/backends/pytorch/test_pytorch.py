@@ -331,6 +331,18 @@ def test_what_has_no_graph_is_placed_by_module_with_one_line(
         random_plan(program, "module").apply(module, level="op")
 
 
+class Two(nn.Module):
+    """Modules that meet, with much that could be placed apart in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.LSTMCell(64, 64)) for _ in range(2))
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.head(torch.cat([self.left(x)[0], self.right(y)[0]], 1))
+
+
 # --- the calls people make -----------------------------------------------------------------------
 
 
@@ -339,9 +351,16 @@ def test_plan_moves_nothing_and_place_gives_a_module() -> None:
     x = torch.randn(2, 4)
     planned = pt.plan(module, x, devices=DEVICES, budget=1, method="single,expert")
     assert "one device is best" in planned.verdict  # a chain of tiny products
+    assert planned.device_map() in ({"": "cpu:0"}, {"": "cpu:1"})
     assert torch.equal(planned.apply(module)(x), module(x))
     placed = pt.place(module, x, devices=DEVICES, budget=1, method="expert", level="module")
     assert torch.equal(placed(x), module(x))
+
+
+def test_a_plan_by_module_takes_no_module_apart() -> None:
+    example = {"x": torch.randn(64, 64), "y": torch.randn(64, 64)}
+    planned = pt.plan(Two(), example, devices="a100x4", level="module", budget=3)
+    assert planned.device_map()  # which raises where a module is split
 
 
 def test_too_little_memory_names_what_is_large() -> None:
