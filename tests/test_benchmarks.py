@@ -130,7 +130,7 @@ def settings(tmp_path: Path) -> paper.Settings:
         scale="small",
         seeds=(0,),
         trials=40,
-        seconds=4.0,
+        seconds=8.0,
         scaling_seconds=0.3,
         scaling_ops=(60,),
         scaling_groups=(6, 12),
