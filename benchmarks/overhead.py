@@ -180,8 +180,8 @@ def _training(name: str) -> Any:
     _one_kernel_each()
     keras.utils.set_random_seed(0)
     build: dict[str, Callable[[], Any]] = {
-        "transformer": lambda: _encoder(6, 512, 8, 128, 32_000),
-        "bert": lambda: _encoder(12, 768, 12, 128, 30_522),
+        "transformer": lambda: encoder(6, 512, 8, 128, 32_000),
+        "bert": lambda: encoder(12, 768, 12, 128, 30_522),
         "lstm_gru": _recurrent,
         "dlrm": _recommender,
     }
@@ -237,7 +237,7 @@ def _one_kernel_each() -> None:
     assert keras.backend.backend() == "tensorflow"
 
 
-def _encoder(depth: int, width: int, heads: int, length: int, words: int) -> Any:
+def encoder(depth: int, width: int, heads: int, length: int, words: int) -> Any:
     import keras
     from keras import layers, ops
 
