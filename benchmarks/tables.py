@@ -71,6 +71,10 @@ def source(name: str) -> Source:
         from benchmarks import claims
 
         return Source("claims/claims.csv", claims.claims_table)
+    if part == "overhead":
+        from benchmarks import overhead
+
+        return Source("overhead/h200.csv", overhead.overhead_table)
     if part == "costs":
         from benchmarks import costs
 
