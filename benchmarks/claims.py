@@ -33,7 +33,9 @@ KEPT = 0.5
 
 
 def _application(name: str) -> Callable[[Any], Any]:
-    return lambda keras: getattr(keras.applications, name)(weights=None)
+    # Of some applications the size is open where none is given.
+    shape = (224, 224, 3)
+    return lambda keras: getattr(keras.applications, name)(weights=None, input_shape=shape)
 
 
 MODELS: dict[str, Callable[[Any], Any]] = {
