@@ -60,7 +60,8 @@ class Result:
     step_range: StepRange | None = None
     """Of the answer, over several orders of ties; None where the times are of real runs."""
     makeup: Makeup | None = None
-    """What the answer's step is made of; None where the times are of real runs."""
+    """What the answer's step is made of; None where the times are of real runs, and for a
+    large graph whose search was stopped."""
     references: tuple[Trial, ...] = ()
     """What `single` and `heft` find, where no method of the search is called so: simulated besides,
     to compare the answer with."""

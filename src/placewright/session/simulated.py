@@ -33,10 +33,15 @@ from placewright.stopping import Stopped, Worker, never
 
 _R = TypeVar("_R")
 
+<<<<<<< HEAD
 _CHECKED_BEST = 4
 _CHECKED_OTHERS = 12
 """Trials of a journal that are simulated again before any of it is believed: enough to notice a
 journal of another simulator, in far less time than it took to try them all."""
+=======
+_MOST_EXPLAINED = 50_000
+"""Ops of whose step can be said within a second or two what it is made of."""
+>>>>>>> review
 
 
 @dataclass(kw_only=True)
@@ -185,7 +190,9 @@ class SimulatedSearch:
             reference = None if single is None else single.placement
             if reference is not None and placed is not self.problem:
                 reference = Placement.of(placed, self.problem.lifted(reference.devices))
-            composition = makeup(placed, best.placement, reference)
+            # Whoever stopped it waits.
+            if not self.stop() or placed.graph.num_ops <= _MOST_EXPLAINED:
+                composition = makeup(placed, best.placement, reference)
             # Proofs and simulation round differently in the last digits.
             bound = min(bound, best.measurement.mean_seconds)
         return Result(
