@@ -33,15 +33,12 @@ from placewright.stopping import Stopped, Worker, never
 
 _R = TypeVar("_R")
 
-<<<<<<< HEAD
 _CHECKED_BEST = 4
 _CHECKED_OTHERS = 12
 """Trials of a journal that are simulated again before any of it is believed: enough to notice a
 journal of another simulator, in far less time than it took to try them all."""
-=======
 _MOST_EXPLAINED = 50_000
 """Ops of whose step can be said within a second or two what it is made of."""
->>>>>>> review
 
 
 @dataclass(kw_only=True)
