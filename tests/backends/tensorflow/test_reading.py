@@ -77,7 +77,7 @@ def trained() -> Graph:
 
 
 def test_only_what_the_fetches_need_is_kept(trained: Graph) -> None:
-    assert trained.name == "step"
+    assert trained.name == "graph"
     assert "unused/Exp" not in trained.op_index
     assert "init" not in trained.op_index
     whole = load(training_graph())
