@@ -176,11 +176,6 @@ def _described(folder: Path) -> dict[str, Any]:
 def check_directory(folder: Path, problem: Problem) -> None:
     """Raises when the directory holds a run of another problem, or what no run of ours wrote."""
     run = _described(folder)
-    if "space" in run and run["space"] != problem.space.fingerprint:
-        raise SearchError(
-            f"{folder}: holds a run of space {run['space']}, this one is "
-            f"{problem.space.fingerprint}; another model, cluster, grouping or constraint?"
-        )
     summary = folder / SUMMARY_FILE
     if summary.is_file():
         document = read_json(summary, SearchError, what="summary")
@@ -193,14 +188,20 @@ def check_directory(folder: Path, problem: Problem) -> None:
                 f"({other.get('model')} on {other.get('cluster')}), this one is "
                 f"{problem.fingerprint} ({problem.graph.name} on {problem.cluster.name})"
             )
-    elif not run and (folder / PROBLEM_FILE).is_file():  # cut off at its very beginning
+    elif run:
+        if run.get("space", problem.space.fingerprint) != problem.space.fingerprint:
+            raise SearchError(
+                f"{folder}: holds a run of space {run['space']}, this one is "
+                f"{problem.space.fingerprint}; another model, cluster, grouping or constraint?"
+            )
+    elif (folder / PROBLEM_FILE).is_file():  # cut off at its very beginning
         began = Problem.load(folder / PROBLEM_FILE).space.fingerprint
         if began != problem.space.fingerprint:
             raise SearchError(
                 f"{folder}: holds a problem of space {began}, this one is "
                 f"{problem.space.fingerprint}"
             )
-    elif not run and (folder / PLACEMENT_FILE).exists():
+    elif (folder / PLACEMENT_FILE).exists():
         raise SearchError(f"{folder}: holds a {PLACEMENT_FILE} of something else")
 
 
