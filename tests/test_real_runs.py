@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,6 +310,27 @@ def test_several_at_a_time_have_a_final_too(problem: Problem, how: Any, tmp_path
     assert {c.method for c in result.comparisons} | {result.best.placer} >= {"single", "expert"}
     assert result.trials == len(devices.runs) <= 60
     assert len(read_trials(tmp_path / "journal.jsonl", problem)) == result.trials
+
+
+@pytest.mark.parametrize("how", ["measure", "simulate+measure"])
+def test_a_stop_does_not_wait_for_a_run(problem: Problem, how: Any) -> None:
+    """A run of a slow model takes minutes."""
+    hanging, ended = threading.Event(), threading.Event()
+
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        if len(devices.runs) == 6:
+            hanging.set()
+            assert ended.wait(60), "the search waited for it"
+        return steady(seconds)
+
+    devices = Devices(problem, behave)
+    config = SearchConfig(method="random", trials=60, evaluate=how, rounds=QUICK)
+    runner: Any = devices
+    result = Session(problem, config, runner=runner, stop=hanging.is_set).run()
+    ended.set()
+    assert result.interrupted
+    assert result.best is not None
+    assert result.trials == 5
 
 
 def test_a_run_goes_on_as_it_began(problem: Problem, tmp_path: Path) -> None:

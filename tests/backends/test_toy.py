@@ -13,7 +13,7 @@ import placewright
 from placewright import backends
 from placewright.backends import RunConfig
 from placewright.cluster import Cluster
-from placewright.errors import ModelError, PlacementError
+from placewright.errors import ModelError, PlacementError, SearchError
 from placewright.problem import Problem, make_problem
 from placewright.session.config import Machine, RoundsConfig, SearchConfig
 from placewright.session.driver import Session
@@ -67,6 +67,12 @@ def test_is_placed_measured_and_applied(model: Toy) -> None:
     assert placed.devices == result.placement_by_op()
     with pytest.raises(PlacementError, match="cannot apply a placement to a int"):
         result.apply(3)
+    # The settings of a model that is read are settings of the call; a graph is read already.
+    assert placewright.place(model, "cpu2", method="single", trials=2, scale="small").best
+    with pytest.raises(ModelError, match="batch means nothing for a graph"):
+        placewright.place(backends.load(model), "cpu2", batch=3)
+    with pytest.raises(SearchError, match="`feeds` mean nothing in the simulator"):
+        placewright.place(model, "cpu2", trials=2, feeds={})
 
 
 def test_is_searched_with_real_runs(model: Toy, problem: Problem) -> None:
@@ -79,7 +85,9 @@ def test_is_searched_with_real_runs(model: Toy, problem: Problem) -> None:
         method="local-search", trials=16, evaluate="simulate+measure", rounds=quick
     )
     machine = Machine(backends.load_program(model), CONFIG)
-    refined = Session(problem, config, machine=machine).run()
+    session = Session(problem, config, machine=machine)
+    session.run()
+    refined = session.run()  # with a runner of its own
     assert refined.best is not None
     assert refined.calibration is not None
     # Side by side, which takes half the time.
@@ -94,5 +102,7 @@ def test_is_found_by_its_name_and_by_what_it_reads(toy: ToyBackend, model: Toy) 
     assert tensorflow is not None
     assert tensorflow.name == "tensorflow"
     assert "toy" in [backend.name for backend in backends.every()]
-    with pytest.raises(ModelError, match="there is no backend 'none'; there are tensorflow, toy"):
+    with pytest.raises(
+        ModelError, match="there is no backend 'none'; there are tensorflow, pytorch, toy"
+    ):
         backends.load(model, backend="none")

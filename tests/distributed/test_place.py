@@ -216,7 +216,6 @@ def test_an_address_of_something_else(
     ("arguments", "said"),
     [
         (("--workers", "0"), "at least one worker"),
-        (("--controllers", "0"), "--controllers 0"),
         (("--ray-address", "auto"), "means nothing without --workers"),
         (("--workers", "1", "--max-staleness", "3"), "means nothing without --controllers"),
         (("--controllers", "1", "--max-staleness", "-1"), "at least 0"),

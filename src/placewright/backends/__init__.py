@@ -163,15 +163,13 @@ def load(
         loops: how often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose
             names contain a match of that regular expression. Goes before what the model says.
     """
+    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     if isinstance(source, Graph):
+        refuse("a graph", **{**vars(options), "scale": None})
         return source
     if is_path(source) and is_graph_file(source) and Path(source).is_file():
-        refuse(
-            "a graph file", backend=backend, signature=signature, dims=dims, fetches=fetches,
-            batch=batch, loops=loops,
-        )  # fmt: skip
+        refuse("a graph file", **{**vars(options), "scale": None})
         return Graph.load(Path(source))
-    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load_graph(source, options)
 
 

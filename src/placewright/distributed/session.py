@@ -116,13 +116,14 @@ def _local() -> Iterator[dict[str, Any]]:
 
 
 def _reread_token() -> None:
-    """Ray reads from the environment how it authenticates when it is imported, and keeps that. It may
-    have been imported before, by whoever called us."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    """Ray reads from the environment how it authenticates when it is imported, and keeps that; it
+    may have been imported before, by whoever called us."""
+    import ray._raylet
 
+    inside: Any = ray._raylet
     # In this order: a thread of Ray that still ends must not look for a token that is gone.
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    inside.Config.initialize("")
+    inside.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager

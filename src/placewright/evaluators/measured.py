@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -16,7 +17,12 @@ from placewright.simulator.engine import why_not
 
 
 class MeasuredEvaluator(Evaluator):
-    """Runs placements one after another on real devices. Closing the runner is the caller's."""
+    """Runs placements one after another on real devices. Closing the runner is the caller's.
+
+    What is submitted runs in a thread, so that a search that is stopped need not wait for a run
+    that takes minutes. The thread lives as long as the evaluator does: Linux ends the processes
+    that a runner starts with the thread that started them.
+    """
 
     cheap = False
     noise = 0.05
@@ -37,6 +43,8 @@ class MeasuredEvaluator(Evaluator):
         self._problem = problem
         self.runner = runner
         self._best_seconds: float | None = None
+        self._thread = ThreadPoolExecutor(1, "runs")
+        self._trying: tuple[Request, Future[Run]] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -49,6 +57,25 @@ class MeasuredEvaluator(Evaluator):
         for request in requests:
             request.placement.check(self._problem)
         return [self._run(request) for request in requests]
+
+    def collect(self, seconds: float) -> list[tuple[Placement, Run]]:
+        if self._trying is None:
+            if not self._requests:
+                return []
+            first, *later = self._requests
+            self._requests = tuple(later)
+            first.placement.check(self._problem)
+            self._trying = first, self._thread.submit(self._run, first)
+        request, running = self._trying
+        if not wait([running], timeout=seconds).done:
+            return []
+        self._trying = None
+        return [(request.placement, running.result())]
+
+    def drop(self) -> None:
+        """What runs goes on, for nobody, until it ends or its runner is closed."""
+        super().drop()
+        self._trying = None
 
     def _run(self, request: Request) -> Run:
         placement, problem = request.placement, self._problem

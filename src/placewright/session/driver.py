@@ -12,7 +12,7 @@ from typing import Any
 
 from placewright import backends
 from placewright import methods as registry
-from placewright.backends.base import Array, Program, RunConfig, Runner
+from placewright.backends.base import Array, LoadOptions, Program, RunConfig, Runner
 from placewright.budget import Budget
 from placewright.cluster import Cluster
 from placewright.distributed.config import TeamConfig
@@ -32,6 +32,7 @@ from placewright.session.directory import (
     began_with,
     check_directory,
     open_journal,
+    writing,
 )
 from placewright.session.metrics import MetricsLog
 from placewright.session.real import RealRuns
@@ -98,6 +99,8 @@ class Session:
             if bounds.forced_out_of_memory is not None:
                 raise SearchError(bounds.forced_out_of_memory)
         with contextlib.ExitStack() as opened:
+            if self.directory is not None:
+                opened.enter_context(writing(self.directory))
             evaluator = self._evaluator(opened)
             if self.evaluate == SIMULATE:
                 return self._simulated(evaluator)
@@ -112,7 +115,9 @@ class Session:
         """What is asked for, or how the run began that is continued, or else what fits: real runs
         where there is a machine and the time for them."""
         wanted = wanted_in(self.config, self.directory)
-        can = self.machine is not None or self.runner is not None or self.pool is not None
+        # Workers make runners of their own.
+        can_here = self.runner is not None and self.team is None
+        can = self.machine is not None or can_here or self.pool is not None
         if wanted in (MEASURE, BOTH) and not can:
             raise SearchError(
                 f"evaluate={wanted!r} needs a model that can be run, not only a graph"
@@ -152,11 +157,12 @@ class Session:
             return self._team.evaluator
         if self.evaluate == SIMULATE:
             return SimulatedEvaluator(problem)
-        if self.runner is None:
+        runner = self.runner
+        if runner is None:
             assert self.machine is not None
-            self.runner = opened.enter_context(_open(problem, self.machine))
-            self.runner.start()
-        return MeasuredEvaluator(problem, self.runner)
+            runner = opened.enter_context(_open(problem, self.machine))
+            runner.start()
+        return MeasuredEvaluator(problem, runner)
 
     def _placers(self, evaluator: Evaluator, limits: Budget) -> list[Placer]:
         config = self.config
@@ -181,6 +187,7 @@ class Session:
             evaluator=evaluator,
             make_placers=functools.partial(self._placers, evaluator),
             alone=self._team is None and self.pool is None,
+            exact=self.pool is None,
             directory=self.directory,
             observe=self.observe,
             stop=self.stop,
@@ -200,8 +207,8 @@ class Session:
                 if self.directory is not None:
                     metrics = opened.enter_context(contextlib.closing(MetricsLog(self.directory)))
                 rounds = Rounds(
-                    real=real, config=self.config, runner=self.runner, directory=self.directory,
-                    metrics=metrics,
+                    real=real, config=self.config, directory=self.directory, metrics=metrics,
+                    runner=evaluator.runner if isinstance(evaluator, MeasuredEvaluator) else None,
                 )  # fmt: skip
                 rounds.prepare()
             real.measure(real.unmeasured_references())
@@ -237,7 +244,9 @@ def wanted_in(config: SearchConfig, directory: str | Path | None) -> How | None:
     """How placements are to be tried: as the config says, or as the run in the directory began; its
     journal's times are of one kind. None where neither says."""
     wanted = config.evaluate
-    if directory is None or not (Path(directory) / JOURNAL_FILE).is_file():
+    if directory is None or not any(
+        (Path(directory) / name).is_file() for name in (RUN_FILE, JOURNAL_FILE)
+    ):
         return wanted
     began = began_with(directory)
     if wanted is not None and began not in (None, wanted):
@@ -314,6 +323,7 @@ def _measuring(problem: Problem, machine: Machine) -> Evaluator:
 _OF_SEARCH = frozenset(entry.name for entry in fields(SearchConfig))
 _OF_PROBLEM = frozenset(entry.name for entry in fields(ProblemConfig))
 _OF_TEAM = frozenset(entry.name for entry in fields(TeamConfig))
+_OF_MODEL = frozenset(entry.name for entry in fields(LoadOptions))
 
 
 def place(
@@ -349,9 +359,9 @@ def place(
         settings: fields of `SearchConfig` (`method`, `budget`, `trials`, `seed`, `evaluate`,
             `learner`, `policy`, ...), `ProblemConfig` (`pins`, `groups`, `costs`, ...) or
             `TeamConfig` (`workers`, `controllers`, ...), which go before those in `config`,
-            `problem` and `team`.
+            `problem` and `team`; or of `LoadOptions` (`scale`, `batch`, `dims`, ...).
     """
-    known = _OF_SEARCH | _OF_PROBLEM | _OF_TEAM
+    known = _OF_SEARCH | _OF_PROBLEM | _OF_TEAM | _OF_MODEL
     unknown = sorted(settings.keys() - known)
     if unknown:
         raise SearchError(
@@ -361,26 +371,31 @@ def place(
     of_team = {name: value for name, value in settings.items() if name in _OF_TEAM}
     config = replace(config or SearchConfig(), **of_search)
     of_problem = {name: value for name, value in settings.items() if name in _OF_PROBLEM}
+    of_model = {name: value for name, value in settings.items() if name in _OF_MODEL}
     if of_team:
         team = replace(team or TeamConfig(), **of_team)
     machine = None
     if isinstance(model, Problem):
-        if problem is not None or of_problem:
+        if problem is not None or of_problem or of_model:
             raise SearchError("a whole Problem has its groups and constraints already")
         posed = model
     else:
         cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
         program: Program | None = None
         if needs_program(model, cluster, config, run=run, team=team, directory=directory):
-            program = backends.load_program(model)
+            program = backends.load_program(model, **of_model)
             machine = Machine(program, run, feeds)
-        graph = backends.load(model) if program is None else program.graph
+        graph = backends.load(model, **of_model) if program is None else program.graph
         problem = replace(problem or ProblemConfig(), **of_problem)
         posed = make_problem(graph, cluster, problem)
+    if feeds is not None and machine is None:
+        raise SearchError("`feeds` mean nothing in the simulator")
     session = Session(
         posed, config, machine=machine, team=team, directory=directory, observe=observe
     )
-    result = session.run()
-    if directory is not None:
+    if directory is None:
+        return session.run()
+    with writing(directory):  # until all is written
+        result = session.run()
         result.save(directory)
     return result

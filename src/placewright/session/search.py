@@ -162,8 +162,9 @@ def search(
     """
     folder = None if directory is None else Path(directory)
     loop = _Search(
-        placers, evaluator, budget, journal, folder, seed, observe, stop, lower_bound_seconds
-    )
+        placers=placers, evaluator=evaluator, budget=budget, journal=journal, folder=folder,
+        seed=seed, observe=observe, stop=stop, lower_bound_seconds=lower_bound_seconds,
+    )  # fmt: skip
     try:
         return loop.run()
     finally:
@@ -172,36 +173,28 @@ def search(
             loop.metrics.close()
 
 
+@dataclass(kw_only=True)
 class _Search:
     """What the turns of the placers have in common."""
 
-    def __init__(
-        self,
-        placers: Sequence[Placer],
-        evaluator: Evaluator,
-        budget: Budget,
-        journal: Record | None,
-        folder: Path | None,
-        seed: int,
-        observe: Callable[[Progress], None],
-        stop: Callable[[], bool],
-        lower_bound_seconds: float | None,
-    ) -> None:
-        self.placers = placers
-        self.evaluator = evaluator
-        self.budget = budget
-        self.journal = journal
-        self.folder = folder
-        self.seed = seed
-        self.observe = observe
-        self.stop = stop
-        self.lower_bound_seconds = lower_bound_seconds
+    placers: Sequence[Placer]
+    evaluator: Evaluator
+    budget: Budget
+    journal: Record | None
+    folder: Path | None
+    seed: int
+    observe: Callable[[Progress], None]
+    stop: Callable[[], bool]
+    lower_bound_seconds: float | None
+
+    def __post_init__(self) -> None:
+        evaluator, journal, folder = self.evaluator, self.journal, self.folder
         self.worker = Worker()
         long = max(1, 4 * evaluator.problem.num_groups)
         self.most_remembered = max(100, min(_MOST_REMEMBERED, _MOST_REMEMBERED_BYTES // long))
         self.most_told = min(_MOST_TOLD, self.most_remembered)
-        self.progress = progress = Progress(budget=budget, started=time.monotonic())
-        for placer in placers:
+        self.progress = progress = Progress(budget=self.budget, started=time.monotonic())
+        for placer in self.placers:
             progress.expect(placer.name)
         self.known: dict[Placement, Measurement] = {}
         self.told: list[Trial] = []
@@ -222,7 +215,7 @@ class _Search:
         # All of them before the first trial: a checkpoint that cannot be used costs no search.
         self.restored = {
             placer.name
-            for placer in placers
+            for placer in self.placers
             if self.told and folder is not None and placer.restore(folder, self.told)
         }
         self.metrics = None if folder is None else MetricsLog(folder, keep=self.restored)

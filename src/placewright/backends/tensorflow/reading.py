@@ -39,14 +39,7 @@ from placewright.graph import Graph
 
 __all__ = [
     "Step",
-    "from_benchmark",
-    "from_file",
-    "from_function",
-    "from_graph",
-    "from_keras",
     "from_meta_graph",
-    "from_object",
-    "from_saved_model",
     "step_of_benchmark",
     "step_of_file",
     "step_of_object",
@@ -118,19 +111,8 @@ def _blamed_on(where: str) -> Iterator[None]:
 # --- live objects --------------------------------------------------------------------------------
 
 
-def from_object(
-    source: Any,
-    *,
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    fetches: Sequence[str] = (),
-) -> Graph:
-    """The graph of whatever TensorFlow object `source` is."""
-    return step_of_object(source, batch=batch, dims=dims, fetches=fetches).graph()
-
-
 def step_of_object(source: Any, **options: Any) -> Step:
-    """The same, not converted yet."""
+    """The graph of whatever TensorFlow object `source` is."""
     if isinstance(source, tf.Graph):
         return _step_of_graph(source, **options)
     if isinstance(
@@ -146,45 +128,14 @@ def step_of_object(source: Any, **options: Any) -> Step:
     )
 
 
-def from_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> Graph:
-    """The training step of a benchmark model."""
-    return step_of_benchmark(model, fetches=fetches).graph()
-
-
 def step_of_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> Step:
+    """The training step of a benchmark model."""
     return _step_of_graph(
         model.graph,
         name=model.name,
         fetches=fetches or (model.train_op, model.loss),
         group_rules=model.group_rules,
     )
-
-
-def from_graph(
-    graph: Any,
-    *,
-    name: str = "graph",
-    fetches: Sequence[str] = (),
-    group_rules: Iterable[tuple[str, str]] = (),
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    roles: Roles | None = None,
-) -> Graph:
-    """The ops of a `tf.Graph` that `fetches` need; all of them without fetches.
-
-    Args:
-        graph: the `tf.Graph`.
-        name: what the result is called.
-        fetches: op or tensor names.
-        group_rules: (pattern, label) pairs, see `Graph.group_rules`.
-        batch: the first dimension of inputs that leave it open.
-        dims: other open dimensions, `{"x.1": 128}`, see `Sizes`.
-        roles: what is known about the variables.
-    """
-    return _step_of_graph(
-        graph, name=name, fetches=fetches, group_rules=group_rules, batch=batch, dims=dims,
-        roles=roles,
-    ).graph()  # fmt: skip
 
 
 def _step_of_graph(
@@ -197,6 +148,17 @@ def _step_of_graph(
     dims: Mapping[str, int] | None = None,
     roles: Roles | None = None,
 ) -> Step:
+    """The ops of a `tf.Graph` that `fetches` need; all of them without fetches.
+
+    Args:
+        graph: the `tf.Graph`.
+        name: what the result is called.
+        fetches: op or tensor names.
+        group_rules: (pattern, label) pairs, see `Graph.group_rules`.
+        batch: the first dimension of inputs that leave it open.
+        dims: other open dimensions, `{"x.1": 128}`, see `Sizes`.
+        roles: what is known about the variables.
+    """
     graph_def = _graph_def_of(graph)
     if not graph_def.node:
         raise ModelError(f"the graph {name!r} has no ops; was it built in another tf.Graph?")
@@ -235,25 +197,6 @@ def _tensors_among(fetches: Iterable[str]) -> tuple[str, ...]:
     return tuple(fetch for fetch in fetches if ":" in fetch)
 
 
-def from_function(
-    function: Any,
-    *,
-    name: str | None = None,
-    fetches: Sequence[str] = (),
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    slots: Iterable[Any] | None = None,
-) -> Graph:
-    """The graph of a ConcreteFunction, or of a `tf.function` that has one signature.
-
-    `slots` are the variables that are the optimizer's state, where the caller knows them. Without
-    fetches the function's outputs and everything that it does besides is kept.
-    """
-    return _step_of_function(
-        function, name=name, fetches=fetches, batch=batch, dims=dims, slots=slots
-    ).graph()
-
-
 def _step_of_function(
     function: Any,
     *,
@@ -263,6 +206,11 @@ def _step_of_function(
     dims: Mapping[str, int] | None = None,
     slots: Iterable[Any] | None = None,
 ) -> Step:
+    """The graph of a ConcreteFunction, or of a `tf.function` that has one signature.
+
+    `slots` are the variables that are the optimizer's state, where the caller knows them. Without
+    fetches the function's outputs and everything that it does besides is kept.
+    """
     concrete = _concrete(function)
     graph = concrete.graph
     results = [tensor.name for tensor in graph.outputs]
@@ -314,22 +262,6 @@ def _concrete(function: Any) -> Any:
 # --- Keras ---------------------------------------------------------------------------------------
 
 
-def from_keras(
-    model: Any,
-    *,
-    name: str | None = None,
-    fetches: Sequence[str] = (),
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-) -> Graph:
-    """The training step of a compiled Keras model: forward, loss, backward, update.
-
-    Labels are inputs too: of the shape of the output, or without its last dimension for losses
-    called sparse.
-    """
-    return _step_of_keras(model, name=name, fetches=fetches, batch=batch, dims=dims).graph()
-
-
 def _step_of_keras(
     model: Any,
     *,
@@ -338,6 +270,11 @@ def _step_of_keras(
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
 ) -> Step:
+    """The training step of a compiled Keras model: forward, loss, backward, update.
+
+    Labels are inputs too: of the shape of the output, or without its last dimension for losses
+    called sparse.
+    """
     name = name or str(model.name)
     if getattr(model, "optimizer", None) is None or getattr(model, "loss", None) is None:
         raise ModelError(
@@ -407,21 +344,6 @@ def _labels(model: Any, predictions: Any) -> Any:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def from_file(
-    path: str | Path,
-    *,
-    name: str | None = None,
-    fetches: Sequence[str] = (),
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-) -> Graph:
-    """The graph in a GraphDef or MetaGraphDef file, text or binary.
-
-    Without fetches: the `train_op` of a MetaGraph that has one, otherwise every op.
-    """
-    return step_of_file(path, name=name, fetches=fetches, batch=batch, dims=dims).graph()
-
-
 def step_of_file(
     path: str | Path,
     *,
@@ -430,6 +352,10 @@ def step_of_file(
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
 ) -> Step:
+    """The graph in a GraphDef or MetaGraphDef file, text or binary.
+
+    Without fetches: the `train_op` of a MetaGraph that has one, otherwise every op.
+    """
     path = Path(path)
     if path.name in _SAVED_MODEL:
         return step_of_saved_model(path.parent, name=name, fetches=fetches, batch=batch, dims=dims)
@@ -471,7 +397,7 @@ def from_meta_graph(
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
 ) -> Graph:
-    """The graph of a MetaGraphDef in memory; as `from_file` reads one."""
+    """The graph of a MetaGraphDef in memory; as `step_of_file` reads one."""
     graph_def = tf.compat.v1.GraphDef()
     graph_def.CopyFrom(meta_graph.graph_def)  # flatten changes it
     flat = flatten(
@@ -542,24 +468,6 @@ def _train_ops(meta_graph: Any) -> list[str]:
 # --- SavedModels ---------------------------------------------------------------------------------
 
 
-def from_saved_model(
-    path: str | Path,
-    *,
-    name: str | None = None,
-    signature: str | None = None,
-    fetches: Sequence[str] = (),
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-) -> Graph:
-    """The graph of one signature of a SavedModel. Its weights are not read.
-
-    The signature is `serving_default`, or the only one there is, unless another one is named.
-    """
-    return step_of_saved_model(
-        path, name=name, signature=signature, fetches=fetches, batch=batch, dims=dims
-    ).graph()
-
-
 def step_of_saved_model(
     path: str | Path,
     *,
@@ -569,6 +477,10 @@ def step_of_saved_model(
     batch: int | None = None,
     dims: Mapping[str, int] | None = None,
 ) -> Step:
+    """The graph of one signature of a SavedModel. Its weights are not read.
+
+    The signature is `serving_default`, or the only one there is, unless another one is named.
+    """
     path = Path(path)
     file = next((path / file for file in _SAVED_MODEL if (path / file).exists()), None)
     if file is None:
