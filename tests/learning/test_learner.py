@@ -343,16 +343,18 @@ def test_a_killed_run_continues_the_same_curve(config: LearnerConfig, tmp_path: 
             count = [0]
             early: list[bytes] = []
 
-            def stop() -> bool:
+            def observe(progress: Progress) -> None:
                 # The checkpoint is older than the journal, as when the process is killed.
                 count[0] += 1
                 if count[0] == stop_after:
                     assert learner.checkpoint(folder)
                     early.append((folder / "checkpoint-learner.safetensors").read_bytes())
+
+            def stop() -> bool:  # asked at any time, also while the learner computes
                 return stop_after is not None and count[0] >= stop_after + 7
 
             search([learner], _Failing(problem), Budget(trials=trials), journal=journal,
-                   directory=folder, stop=stop)  # fmt: skip
+                   directory=folder, observe=observe, stop=stop)  # fmt: skip
         if early:  # and not the one that is written when a search ends by itself
             (folder / "checkpoint-learner.safetensors").write_bytes(early[0])
         with Journal(folder / "journal.jsonl", problem) as journal:

@@ -293,7 +293,7 @@ def test_a_program_has_the_ops_of_the_graph(program: TensorFlowProgram) -> None:
 
 def test_a_graph_file_cannot_be_run(tmp_path: Path, program: TensorFlowProgram) -> None:
     program.graph.save(tmp_path / "towers.json")
-    with pytest.raises(ModelError, match="cannot be run; give the TensorFlow model"):
+    with pytest.raises(ModelError, match="cannot be run; give the model itself"):
         load_program(tmp_path / "towers.json")
 
 

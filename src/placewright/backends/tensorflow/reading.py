@@ -42,6 +42,9 @@ __all__ = [
     "from_meta_graph",
     "step_of_benchmark",
     "step_of_file",
+    "step_of_function",
+    "step_of_graph",
+    "step_of_keras",
     "step_of_object",
     "step_of_saved_model",
 ]
@@ -114,14 +117,14 @@ def _blamed_on(where: str) -> Iterator[None]:
 def step_of_object(source: Any, **options: Any) -> Step:
     """The graph of whatever TensorFlow object `source` is."""
     if isinstance(source, tf.Graph):
-        return _step_of_graph(source, **options)
+        return step_of_graph(source, **options)
     if isinstance(
         source,
         tf.types.experimental.ConcreteFunction | tf.types.experimental.PolymorphicFunction,
     ):
-        return _step_of_function(source, **options)
+        return step_of_function(source, **options)
     if isinstance(source, tf.keras.Model):
-        return _step_of_keras(source, **options)
+        return step_of_keras(source, **options)
     raise ModelError(
         f"cannot read a graph from a {type(source).__name__}; give a path, a tf.Graph, a "
         "tf.function, a ConcreteFunction or a compiled Keras model"
@@ -130,7 +133,7 @@ def step_of_object(source: Any, **options: Any) -> Step:
 
 def step_of_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> Step:
     """The training step of a benchmark model."""
-    return _step_of_graph(
+    return step_of_graph(
         model.graph,
         name=model.name,
         fetches=fetches or (model.train_op, model.loss),
@@ -138,7 +141,7 @@ def step_of_benchmark(model: BenchmarkModel, *, fetches: Sequence[str] = ()) -> 
     )
 
 
-def _step_of_graph(
+def step_of_graph(
     graph: Any,
     *,
     name: str = "graph",
@@ -197,7 +200,7 @@ def _tensors_among(fetches: Iterable[str]) -> tuple[str, ...]:
     return tuple(fetch for fetch in fetches if ":" in fetch)
 
 
-def _step_of_function(
+def step_of_function(
     function: Any,
     *,
     name: str | None = None,
@@ -220,7 +223,7 @@ def _step_of_function(
         slots=None if slots is None else _owners_in(graph, slots),
         results=tuple(results),
     )
-    return _step_of_graph(
+    return step_of_graph(
         graph,
         name=name or graph.name or "function",
         fetches=fetches or everything,
@@ -262,7 +265,7 @@ def _concrete(function: Any) -> Any:
 # --- Keras ---------------------------------------------------------------------------------------
 
 
-def _step_of_keras(
+def step_of_keras(
     model: Any,
     *,
     name: str | None = None,
@@ -299,7 +302,7 @@ def _step_of_keras(
             f"the training step of Keras model {name!r} cannot be traced: {shorten(error)}"
         ) from error
     slots = [variable.value for variable in model.optimizer.variables]
-    return _step_of_function(concrete, name=name, fetches=fetches, slots=slots)
+    return step_of_function(concrete, name=name, fetches=fetches, slots=slots)
 
 
 def _training_step(model: Any) -> Any:
