@@ -240,6 +240,10 @@ def write(steps: Sequence[Row], types: Sequence[Row]) -> None:
 
 {verdict(steps, types)}
 
+The shares of the peak that a CPU core reaches in each class of ops were fitted to these very
+models. None was held out, so this describes what the cost model can express; of a model that is not
+among them it proves nothing.
+
 Training steps of Keras models (`benchmarks/cost_models.py`) on one core, predicted without any
 calibration from what `placewright` finds out about this machine by looking. Measured is the lower
 quartile of at least 19 steps; foreign load is the share of all cores that other processes took

@@ -408,7 +408,7 @@ def _one_gpu_points(cases: Cases) -> Points:
                 f"{auto:.3f} s.",
             )
         )
-        policies = [row for row in found["reinforce"] if row["policy_largest_share"]]
+        policies = [row for row in found.get("reinforce", []) if row["policy_largest_share"]]
         if policies:
             single = sum(
                 _on_one_device(row)
@@ -447,7 +447,7 @@ def _spread_points(cases: Cases) -> Points:
         # A group or two are no use of a GPU.
         used = sum(groups[device] >= 0.05 * sum(groups.values()) for device in gpus)
         each = ", ".join(str(groups[device]) for device in gpus)
-        policies = [row for row in found["reinforce"] if row["policy_largest_share"]]
+        policies = [row for row in found.get("reinforce", []) if row["policy_largest_share"]]
         if policies:
             single = sum(map(_on_one_device, policies))
             points.append(
@@ -507,12 +507,13 @@ def _partitioner_points(cases: Cases) -> Points:
 def _best_points(cases: Cases) -> Points:
     beaten = []
     for case, found in cases.items():
-        others = min(_mean(found[name]) for name in (*OTHERS, "reinforce"))
+        others = min(_mean(found.get(name, [])) for name in (*OTHERS, "reinforce"))
         beaten += [f"`{name}` in {' '.join(case)}" for name in OURS if _mean(found[name]) > others]
     learned = [
         " ".join(case)
         for case, found in cases.items()
-        if _mean(found["reinforce"]) > min(_mean(found[name]) for name in OTHERS)
+        if "reinforce" in found
+        and _mean(found["reinforce"]) > min(_mean(found[name]) for name in OTHERS)
     ]
     text = "The learned placement is at least as good as every other column everywhere in the paper"
     ours_text = f"not here: {', '.join(beaten)}"
@@ -822,7 +823,7 @@ def cost_rows(
         best = min(every, key=lambda row: float(row["step_seconds"]))
         known = float(best["step_seconds"])
         for method in (*LEARNERS, "auto"):
-            for row in found[method]:
+            for row in found.get(method, []):
                 curve = [
                     Point(int(p["trials"]), float(p["seconds"]), float(p["step_seconds"]))
                     for p in curves

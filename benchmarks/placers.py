@@ -15,7 +15,7 @@ import argparse
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.common import (
@@ -41,6 +41,7 @@ from placewright.problem import Problem
 from placewright.testing import random_problem
 
 RESULTS = ALL_RESULTS / "placers"
+CLASSICAL = ("expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
 BASELINES = ("expert", "scotch", "mincut")
 SEARCHES = ("local-search", "ppo", "auto")
 METHODS = tuple(name for name in registry.METHODS if name != "reinforce")
@@ -186,23 +187,33 @@ def seconds_text(rows: Sequence[Row]) -> str:
 
 def short_table(rows: Sequence[Row], cluster: str = "k80x4") -> str:
     """What a reader wants to know first: people's ways, ours, and what nobody can beat."""
-    classical = ("expert", "scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
-
-        def mean(method: str, mine: Sequence[Row] = mine) -> float:
-            times = [float(r["step_seconds"]) for r in mine if r["method"] == method]
-            return statistics.fmean(times)
-
-        numbers = [mean("single"), mean("expert"), min(map(mean, classical)), mean("auto")]
-        bound = float(mine[0]["lower_bound_seconds"])
-        lines.append([model, *(f"{number:.3f}" for number in [*numbers, bound])])
+        if not mine:
+            continue
+        means = {
+            method: statistics.fmean(times)
+            for method in dict.fromkeys(row["method"] for row in mine)
+            if (times := _times(row for row in mine if row["method"] == method))
+        }
+        best = min(seconds for method, seconds in means.items() if method in CLASSICAL)
+        numbers = [means["single"], means["expert"], best, means["auto"], _bound(mine)]
+        lines.append([model, *(f"{number:.3f}" for number in numbers)])
     return markdown(
         ["", "best single device", "expert's split", "best classical method", "`auto`",
          "lower bound"],
         lines,
     )  # fmt: skip
+
+
+def _times(rows: Iterable[Row]) -> list[float]:
+    return [float(row["step_seconds"]) for row in rows if row["step_seconds"] != ""]
+
+
+def _bound(rows: Iterable[Row]) -> float:
+    """Of all answers: op by op less can be proven than by groups."""
+    return min(float(row["lower_bound_seconds"]) for row in rows)
 
 
 def model_table(rows: Sequence[Row]) -> str:
@@ -219,10 +230,7 @@ def model_table(rows: Sequence[Row]) -> str:
             mine = [r for r in rows if (r["model"], r["cluster"]) == case and r["method"] == method]
             cells.append(seconds_text(mine))
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    bounds = [
-        next(float(r["lower_bound_seconds"]) for r in rows if (r["model"], r["cluster"]) == case)
-        for case in cases
-    ]
+    bounds = [_bound(r for r in rows if (r["model"], r["cluster"]) == case) for case in cases]
     lines.append("| lower bound | " + " | ".join(f"{bound:.3f}" for bound in bounds) + " |")
     over_baselines, over_all = [], []
     for case in cases:

@@ -62,7 +62,7 @@ def check(name: str, example: zoo.Example, train: bool, placement: str) -> dict[
     if placement == "expert":
         devices = expert(problem)[0].devices
     else:
-        devices = np.random.default_rng(0).integers(0, 2, problem.num_groups)
+        devices = np.random.default_rng(0).integers(0, 2, problem.num_groups).astype(np.int32)
     of_group = [problem.cluster.device_names[d] for d in devices]
     of_op = {
         op: of_group[g]
@@ -97,7 +97,7 @@ def compare(
             outputs = module(**example.inputs)
         if train:
             loss = example.loss(outputs) if example.loss else pt_loss(outputs)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         results.append(outputs)
     difference = largest(*(leaves(outputs) for outputs in results))
     grads = [

@@ -140,14 +140,16 @@ def _segformer() -> Example:
     return Example(module, {"pixel_values": torch.randn(2, 3, 64, 64), "labels": labels})
 
 
-_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+_ENCODER: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
             "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
-_DECODER = {**_ENCODER, "num_key_value_heads": 2}
-_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-         "max_position_embeddings": 32}  # fmt: skip
-_VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+_DECODER: dict[str, Any] = {**_ENCODER, "num_key_value_heads": 2}
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+_BART: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+_VISION: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
            "intermediate_size": 64, "image_size": 32, "patch_size": 8}  # fmt: skip
 
 TRANSFORMERS: dict[str, Maker] = {
@@ -235,7 +237,7 @@ class Inception(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for branches in self.blocks:
-            x = torch.cat([branch(x) for branch in branches], 1)  # type: ignore[union-attr]
+            x = torch.cat([branch(x) for branch in branches], 1)  # type: ignore[attr-defined]
         out: torch.Tensor = self.head(x.mean((2, 3)))
         return out
 

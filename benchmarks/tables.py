@@ -44,6 +44,15 @@ def source(name: str) -> Source:
         return Source("placers/placers.csv", made)
     if part == "learning":
         return _learning(rest)
+    if part == "costs":
+        from benchmarks import costs
+
+        table = {"steps": costs.step_table, "types": costs.type_table}
+        return Source(f"costs/{rest}.csv", table[rest])
+    if part == "large":
+        from benchmarks import large
+
+        return Source("large/large.csv", large.large_table)
     if part == "simulator":
         from benchmarks import simulator
 
@@ -63,6 +72,24 @@ def source(name: str) -> Source:
         from benchmarks import fidelity
 
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
+    if part == "large":
+        from benchmarks import large
+
+        return Source("large/large.csv", large.large_table)
+    if part == "claims":
+        from benchmarks import claims
+
+        return Source("claims/claims.csv", claims.claims_table)
+    if part == "overhead":
+        from benchmarks import overhead
+
+        return Source("overhead/h200.csv", overhead.overhead_table)
+    if part == "costs":
+        from benchmarks import costs
+
+        if rest == "steps":
+            return Source("costs/steps.csv", costs.step_table)
+        return Source("costs/types.csv", costs.type_table)
     raise KeyError(name)
 
 

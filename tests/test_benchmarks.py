@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import costs, figures, measured, paper, placers, tables
+from benchmarks import claims, costs, figures, measured, paper, placers, tables
 from benchmarks.common import (
     Point,
     add_csv,
@@ -51,6 +51,18 @@ def test_each_case_is_written_when_it_is_done_and_the_others_stay(tmp_path: Path
 
 def test_a_table_is_markdown() -> None:
     assert markdown(["a", "b"], [["x", 1]]) == "| a | b |\n|---|---:|\n| x | 1 |"
+
+
+def test_a_claim_that_vanishes_without_overhead_is_listed_unless_its_answer_says_so() -> None:
+    def row(speed_up: float, left: float, said: str = "") -> dict[str, Any]:
+        numbers = {"speed_up": speed_up, "without_overhead": left}
+        return {"model": "m", "cluster": "c", "said": said, **numbers}
+
+    honest = [row(1.5, 1.4), row(1.5, 1.02, "yes"), row(1.05, 1.0), row(1.0, 1.0)]
+    assert claims.unsaid(honest) == []
+    silent = row(1.5, 1.02)
+    assert claims.unsaid([*honest, silent]) == [silent]
+    assert claims.verdict([*honest, silent]).endswith("no word of it: m on c.")
 
 
 def test_cases_run_in_other_processes_with_one_thread() -> None:
@@ -130,7 +142,7 @@ def settings(tmp_path: Path) -> paper.Settings:
         scale="small",
         seeds=(0,),
         trials=40,
-        seconds=4.0,
+        seconds=8.0,
         scaling_seconds=0.3,
         scaling_ops=(60,),
         scaling_groups=(6, 12),

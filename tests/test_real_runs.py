@@ -325,7 +325,8 @@ def test_a_stop_does_not_wait_for_a_run(problem: Problem, how: Any) -> None:
 
     devices = Devices(problem, behave)
     config = SearchConfig(method="random", trials=60, evaluate=how, rounds=QUICK)
-    result = Session(problem, config, runner=devices, stop=hanging.is_set).run()  # type: ignore[arg-type]
+    runner: Any = devices
+    result = Session(problem, config, runner=runner, stop=hanging.is_set).run()
     ended.set()
     assert result.interrupted
     assert result.best is not None

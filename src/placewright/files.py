@@ -6,9 +6,11 @@ limited before and after decompression.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ import tempfile
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from placewright.errors import PlacewrightError
 
@@ -109,40 +111,66 @@ def sync_directory(folder: Path) -> None:
     """Makes sure that names in a directory survive a power cut."""
     handle = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        os.fsync(handle)
-    except OSError as fault:
-        # Some network file systems cannot do that for directories, and need not.
-        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        sync(handle)
     finally:
         os.close(handle)
+
+
+def sync(file: IO[bytes] | int) -> None:
+    """Makes sure that what was written to an open file survives a power cut."""
+    try:
+        os.fsync(file)
+    except OSError as fault:
+        # Devices, and directories of some network file systems, cannot do that and need not.
+        if fault.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def sha256_of(path: str | Path, error: type[PlacewrightError]) -> str:
+    """The SHA-256 of a file's bytes, in hex as `sha256sum` prints it."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror}") from None
 
 
 class DirectoryLock:
     """Held by one process for as long as it writes into a directory; its death releases it.
 
-    The lock is on a file that stays: removing it would let a third process lock another file of
-    the same name.
+    The lock is on a file that stays, but in a directory that is given up (`remove_if_unused`).
     """
 
     def __init__(self, folder: Path, error: type[PlacewrightError]) -> None:
+        path = folder / LOCK_FILE
         try:
-            self._file = (folder / LOCK_FILE).open("a")
+            self._file = path.open("a")
         except OSError as fault:
             raise error(f"{folder}: is not writable: {fault.strerror}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It could have been removed meanwhile, and then others may lock one of the same name.
+            held = path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
         except BlockingIOError:
-            self._file.close()
-            raise error(
-                f"{folder}: another process is writing there; wait for it, or choose another "
-                "directory"
-            ) from None
+            held = False
         except OSError as fault:  # a file system that knows no locks
             logger.warning("%s: cannot be locked (%s): start one run at a time", folder, fault)
+            held = True
+        if not held:
+            self._file.close()
+            raise error(
+                f"{folder}: another run is writing there; wait for it, or choose another directory"
+            )
 
     def release(self) -> None:
         self._file.close()
+
+    def remove_if_unused(self, folder: Path) -> None:
+        """Removes the directory where nothing but the lock is in it."""
+        with contextlib.suppress(OSError):
+            if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+                (folder / LOCK_FILE).unlink()
+                folder.rmdir()
 
     def __enter__(self) -> DirectoryLock:
         return self

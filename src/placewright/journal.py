@@ -1,4 +1,8 @@
-"""The record of a search: one JSON line per trial, appended and never changed."""
+"""The record of a search: one JSON line per trial, appended and never changed.
+
+Each line ends with a checksum of the rest of it, so that a line of which a single byte was changed
+is refused and not believed.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ import base64
 import json
 import logging
 import math
+import re
 import statistics
+import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +25,7 @@ import numpy as np
 
 from placewright._version import VERSION
 from placewright.errors import PlacementError, SearchError
+from placewright.files import sync, sync_directory
 from placewright.graph import IndexArray
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement, digest
@@ -35,13 +42,24 @@ _MOST_CHANGED = 1 / 64
 """A long placement that differs from the last one written in full in no larger a share of its
 groups is written as that and what differs."""
 
+_SYNC_SECONDS = 2.0
+"""How often what is appended is made to survive a power cut, at most: that takes milliseconds."""
+
+_SUM = re.compile(rb', "sum": "([0-9a-f]{8})"\}')
+_SUM_BYTES = 20
+"""How a line ends. The sum is the CRC-32 of the record without it, as it was written."""
+
+_MALFORMED = (PlacementError, KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What comes of records that are JSON, and not those of trials."""
+
 
 class Journal:
     """Appends trials to a file. Opening it loads what is there already: `trials`, which stays as
     it was then.
 
     A kill at any byte loses at most the line being written: a torn last line is dropped on load,
-    with a warning, and overwritten by the next one.
+    with a warning, and overwritten by the next one. A power cut loses at most what was appended in
+    the `_SYNC_SECONDS` before the last line, and nothing of a journal that was closed.
     """
 
     def __init__(self, path: str | Path, problem: Problem) -> None:
@@ -51,25 +69,35 @@ class Journal:
             data = self.path.read_bytes() if self.path.is_file() else b""
             self._coder = _Coder(problem)
             self.trials, good = _parse(data, self._coder, self.path)
+            if good < len(data):
+                logger.warning("%s: dropped its last line, which is torn", path)
             # Opened for appending only now: a journal of another problem is left untouched.
             self._file = self.path.open("ab")
             if good < len(data):
                 self._file.truncate(good)
+            sync(self._file)
+            sync_directory(self.path.parent)
         except OSError as fault:
             raise SearchError(f"{path}: cannot be opened: {fault.strerror}") from None
+        self._synced = time.monotonic()
 
     def append(self, trials: Sequence[Trial]) -> None:
         records = [self._coder.to_json(trial) for trial in trials]
-        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        lines = b"".join(_line(record) for record in records)
         try:
-            self._file.write(lines.encode())
+            self._file.write(lines)
             self._file.flush()
+            if time.monotonic() - self._synced >= _SYNC_SECONDS:
+                sync(self._file)
+                self._synced = time.monotonic()
         except OSError as fault:
             raise SearchError(f"{self.path}: cannot be written: {fault.strerror}") from None
 
     def close(self) -> None:
         try:
-            self._file.close()
+            with self._file:
+                self._file.flush()
+                sync(self._file)
         except OSError as fault:  # what could not be flushed before cannot be now
             raise SearchError(f"{self.path}: cannot be written: {fault.strerror}") from None
 
@@ -97,7 +125,10 @@ def read_trials(path: str | Path, problem: Problem) -> list[Trial]:
         data = Path(path).read_bytes()
     except OSError as fault:
         raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
-    return _parse(data, _Coder(problem), Path(path))[0]
+    trials, good = _parse(data, _Coder(problem), Path(path))
+    if good < len(data):
+        logger.warning("%s: left out its last line, which is torn", path)
+    return trials
 
 
 class Improvement(NamedTuple):
@@ -133,12 +164,11 @@ def read_progression(path: str | Path, problem: Problem) -> Progression:
     failures: dict[str, Trial] = {}
     number, seconds = 0, 0.0
     try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
+        data = Path(path).read_bytes()
     except OSError as fault:
         raise SearchError(f"{path}: cannot be read: {fault.strerror}") from None
-    for number, line in enumerate(lines, start=1):
+    for number, record, _ in _records(data, Path(path)):
         try:
-            record = json.loads(line)
             placer = str(record["placer"])
             coder.look_at(record)
             times = record["measurement"].get("step_seconds", ())
@@ -154,10 +184,7 @@ def read_progression(path: str | Path, problem: Problem) -> Progression:
                 else:
                     failures[placer] = trial
                     found.setdefault(placer, [])
-        except (PlacementError, KeyError, TypeError, ValueError, AttributeError) as fault:
-            if number == len(lines) and not line.endswith(b"\n"):
-                number -= 1
-                break
+        except _MALFORMED as fault:
             raise SearchError(f"{path}: line {number}: {fault}") from None
     return Progression(
         trials=number,
@@ -172,25 +199,49 @@ def _parse(data: bytes, coder: _Coder, path: Path) -> tuple[list[Trial], int]:
     """The trials, and how many bytes of the file are whole lines."""
     trials = []
     good = 0
-    lines = data.splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        whole = line.endswith(b"\n")
-        try:
-            record = json.loads(line) if whole else None
-        except ValueError:
-            record = None
-        if record is None:
-            if number == len(lines):
-                logger.warning("%s: dropped its last line, which is torn", path)
-                break
-            raise SearchError(f"{path}: line {number} is not JSON; was the file edited?")
+    for number, record, end in _records(data, path):
         try:
             coder.look_at(record)
             trials.append(coder.from_json(record))
-        except (PlacementError, KeyError, TypeError, ValueError, OverflowError) as fault:
+        except _MALFORMED as fault:
             raise SearchError(f"{path}: line {number}: {fault}") from None
-        good += len(line)
+        good = end
     return trials, good
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, allow_nan=False).encode()
+    return text[:-1] + b', "sum": "%08x"}\n' % zlib.crc32(text)
+
+
+def _records(data: bytes, path: Path) -> Iterator[tuple[int, Any, int]]:
+    """The number of each line, what it says, and where in the file it ends; a torn last line is
+    left out.
+
+    Raises for a line that is not as it was written.
+    """
+    end = 0
+    # Not at other ends of lines: there are none in what is written.
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        end += len(line) + 1
+        found = _SUM.fullmatch(line[-_SUM_BYTES:])
+        if found and int(found[1], 16) != zlib.crc32(line[:-_SUM_BYTES] + b"}"):
+            raise SearchError(f"{path}: line {number}: its checksum is not that of the rest of it")
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise SearchError(f"{path}: line {number} is not JSON; was the file edited?") from None
+        # Version 0.1.0 wrote no checksums, nor spaces.
+        if not found and isinstance(record, dict) and ("sum" in record or "space" in record):
+            raise SearchError(f"{path}: line {number}: has no checksum; was the file edited?")
+        yield number, record, end
+    torn = data[end:].decode(errors="replace")
+    try:
+        _, length = json.JSONDecoder().raw_decode(torn)
+    except (ValueError, RecursionError):
+        return  # as a kill leaves it: the beginning of a record
+    if length < len(torn):
+        raise SearchError(f"{path}: after its last line is something else; was the file edited?")
 
 
 class _Coder:

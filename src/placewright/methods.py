@@ -243,7 +243,7 @@ METHODS: dict[str, Method] = {
         _single,
     ),
     "expert": Method(
-        "by hand: a recurrent layer per device, otherwise contiguous parts of equal size",
+        "by hand: a recurrent layer per device, otherwise contiguous parts",
         _one_shot(expert),
     ),
     "scotch": Method(

@@ -26,7 +26,10 @@ from placewright.cluster import Cluster, from_document
 from placewright.costs import estimate_costs
 from placewright.discovery import local_document
 from placewright.errors import ClusterError, PlacementError, SearchError
+from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, make_problem
+from placewright.session.result import Result
+from placewright.simulator import lower_bounds
 
 __all__ = ["Inputs", "Plan", "Planned", "TorchModel", "load", "place", "plan"]
 
@@ -48,14 +51,12 @@ class Planned:
     """A plan, and the search that found it."""
 
     plan: Plan
-    result: Any
-    """The search's `placewright.Result`."""
+    result: Result
+    """Of the search."""
+    step_seconds: float
+    """Of the plan, simulated."""
     verdict: str
     """What was gained, in a sentence."""
-
-    @property
-    def step_seconds(self) -> float:
-        return float(self.result.step_seconds)
 
     def apply(self, model: torch.nn.Module, *, level: str | None = None) -> torch.nn.Module:
         """See `Plan.apply`."""
@@ -116,13 +117,28 @@ def plan(
     program = read_program(source)
     problem = problem_of(program, cluster, level)
     try:
-        result = placewright.place(problem, method=method, budget=budget or 10.0, seed=seed)
-        device_of_op = result.placement_by_op()
+        result = placewright.place(
+            problem, method=method, budget=budget or 10.0, seed=seed,
+            op_level=None if level == "op" else False,
+        )  # fmt: skip
     except SearchError as error:
-        too_little = explain_memory(problem)
-        raise SearchError(too_little) from error
+        if lower_bounds(problem).forced_out_of_memory is None:
+            raise
+        raise SearchError(explain_memory(problem)) from error
+    if result.best is None and _ran_out_of_memory(result):
+        raise SearchError(explain_memory(problem))
+    device_of_op, step_seconds = result.placement_by_op(), result.step_seconds
+    single = _enough(result)
+    if single is not None:
+        numbers = single.placement.devices[problem.grouping.group_of].tolist()
+        on = [cluster.device_names[number] for number in numbers]
+        device_of_op = dict(zip(program.graph.op_names, on, strict=True))
+        step_seconds = single.measurement.mean_seconds
     names = {device: torch_name(device) for device in cluster.device_names}
-    return Planned(plan=program.plan(device_of_op, names), result=result, verdict=_verdict(result))
+    return Planned(
+        plan=program.plan(device_of_op, names), result=result, step_seconds=step_seconds,
+        verdict=_verdict(result),
+    )  # fmt: skip
 
 
 def place(model: torch.nn.Module, inputs: object = (), **settings: Any) -> torch.nn.Module:
@@ -223,6 +239,12 @@ def _size(name: str, size: int | str) -> int:
 # --- what came of it -----------------------------------------------------------------------------
 
 
+def _ran_out_of_memory(result: Result) -> bool:
+    """Whether memory is why none of the placements that were tried ran."""
+    outcomes = {m.best.measurement.outcome for m in result.methods if m.best is not None}
+    return outcomes == {Outcome.OUT_OF_MEMORY}
+
+
 def explain_memory(problem: Problem) -> str:
     """Which parameters and activations are too large together."""
     from placewright.units import format_bytes
@@ -245,10 +267,20 @@ def explain_memory(problem: Problem) -> str:
     )
 
 
-def _verdict(result: Any) -> str:
+def _enough(result: Result) -> Trial | None:
+    """Everything on one device, where that was to be tried and nothing found is worth more."""
+    asked = any(method.method == "single" for method in result.methods)
+    if not asked or result.speed_up is None or result.speed_up >= _WORTH:
+        return None
+    return result.best_single
+
+
+def _verdict(result: Result) -> str:
     used = sorted(set(result.placement_by_op().values()))
-    gain = result.speed_up
-    if len(used) == 1 or (gain is not None and gain < _WORTH):
+    gain, single = result.speed_up, _enough(result)
+    if single is not None:
+        used = [result.problem.cluster.device_names[single.placement.main_device]]
+    if len(used) == 1:
         return f"one device is best ({torch_name(used[0])}); there is nothing to gain from more"
     names = ", ".join(map(torch_name, used))
     if gain is None:

@@ -436,8 +436,17 @@ def test_expert_puts_each_embedding_with_the_layer_that_reads_it() -> None:
 
 def test_expert_cuts_other_nets_into_equal_contiguous_parts() -> None:
     names = [f"mixed_{i}/branch_{i % 3}/layer_1" for i in range(10)]
-    problem = problem_of([compute(name) for name in names], list(pairwise(names)), "k80x4")
+    problem = problem_of(
+        [compute(name) for name in names], list(pairwise(names)), "k80x4", rules=[("(.*)", r"\1")]
+    )
     assert expert(problem)[0].devices.tolist() == [1, 1, 1, 2, 2, 3, 3, 3, 4, 4]
+
+
+def test_expert_gives_devices_equal_work_where_nobody_said_what_groups_are() -> None:
+    names = [f"block_{i}" for i in range(6)]
+    ops = [compute(name, flops=5e10 if name == "block_0" else 1e10) for name in names]
+    problem = problem_of(ops, list(pairwise(names)), "k80x2")
+    assert expert(problem)[0].devices.tolist() == [1, 2, 2, 2, 2, 2]
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     run = read_run(tmp_path)
     # As measured in turns.
     assert "1.25 times as fast as the expert's placement (± 0.10)" in answer(run)
-    assert "takes 50.0 ms (measured, 95% within ± 2.0 ms)" in answer(run)
+    assert "takes 50.00 ms (measured, 95% within ± 2.00 ms)" in answer(run)
     assert run.best is not None
     assert run.best.measurement.mean_seconds == 0.05  # not the journal's
     assert "50.0 ms" in answer(run)
@@ -181,7 +181,7 @@ def test_a_measured_run_is_drawn_under_the_costs_it_found(
     assert predicted > 0.06
     said = basis(run)
     assert "under costs calibrated to this machine by the run" in said
-    assert f"they predict {1e3 * predicted:.1f} ms for this placement, measured 50.0 ms (+" in said
+    assert f"they predict {1e3 * predicted:.2f} ms for this placement, measured 50.00 ms (+" in said
     assert explain(run)[0].lines == (answer(run), said)
     data = embedded(write_report(tmp_path, what_if=SHORT))["runs"][0]
     assert data["basis"] == said

@@ -170,5 +170,5 @@ def test_chrome_trace_is_well_formed() -> None:
 
 def test_placement_of_another_problem() -> None:
     problem, other = random_problem(1), random_problem(2)
-    with pytest.raises(PlacementError, match="was made for problem"):
+    with pytest.raises(PlacementError, match="was made for space"):
         Simulator(problem).timeline(Placement.of(other, [0] * other.num_groups))

@@ -163,7 +163,7 @@ def load(
         loops: how often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose
             names contain a match of that regular expression. Goes before what the model says.
     """
-    options = _options(scale, batch, dims, signature, fetches, loops)
+    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     if isinstance(source, Graph):
         refuse("a graph", **{**vars(options), "scale": None})
         return source
@@ -194,11 +194,12 @@ def load_program(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
             "be run; give the model itself"
         )
-    options = _options(scale, batch, dims, signature, fetches, loops)
+    options = _options(backend, scale, batch, dims, signature, fetches, loops)
     return _reader_of(source, backend).load(source, options)
 
 
 def _options(
+    backend: str | None,
     scale: str,
     batch: int | None,
     dims: Mapping[str, int] | None,
@@ -208,8 +209,8 @@ def _options(
 ) -> LoadOptions:
     fetches = (fetches,) if isinstance(fetches, str) else fetches
     return LoadOptions(
-        scale=scale, batch=batch, dims=dims or {}, signature=signature, fetches=fetches,
-        loops=loops or {},
+        backend=backend, scale=scale, batch=batch, dims=dims or {}, signature=signature,
+        fetches=fetches, loops=loops or {},
     )  # fmt: skip
 
 
@@ -257,21 +258,28 @@ def runner(
     return get(program.backend).runner(program, cluster, config, feeds)
 
 
-def why_not_run(source: object, cluster: Cluster, config: RunConfig | None = None) -> str:
+def why_not_run(
+    source: object, cluster: Cluster, config: RunConfig | None = None, backend: str | None = None
+) -> str:
     """Why placements of this model on this cluster cannot be measured from here; empty when they
     can, as far as is known without loading it."""
-    backend = backend_of(source)
-    if backend is None:
+    reader = backend_of(source, backend)
+    if reader is None:
         return "it is no model of a framework"
-    if not backend.installed():
-        return f"{backend.name} is not installed"
-    return backend.why_not_here(cluster, config)
+    if not reader.installed():
+        return f"{reader.name} is not installed"
+    return reader.why_not_here(cluster, config)
 
 
-def check_here(source: object, cluster: Cluster, config: RunConfig | None = None) -> None:
+def check_here(
+    source: object,
+    cluster: Cluster,
+    config: RunConfig | None = None,
+    name: str | None = None,
+) -> None:
     """Raises for a model of a framework whose placements on this cluster cannot be measured from
     here: before it is read, which takes a while."""
-    backend = backend_of(source)
+    backend = backend_of(source, name)
     reason = "" if backend is None else backend.why_not_here(cluster, config)
     if reason:
         raise ClusterError(

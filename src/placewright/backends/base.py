@@ -62,6 +62,8 @@ class Program(Protocol):
 class LoadOptions:
     """How a model is read. An option that means nothing for a source is refused."""
 
+    backend: str | None = None
+    """Framework whose model it is, where several have a benchmark model of that name."""
     scale: str = "paper"
     """Size of a benchmark model: 'paper', or 'small' for quick trials."""
     batch: int | None = None

@@ -78,8 +78,8 @@ def calibrate(
     if options.output is None and not (problem.costs and options.check):
         raise UsageError("give -o FILE for the costs, or --costs FILE --check N")
     machine = Cluster.load(cluster)
-    config = run_config(model, real)
-    backends.check_here(model, machine, config)
+    config = run_config(model, load, real)
+    backends.check_here(model, machine, config, load.backend)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)

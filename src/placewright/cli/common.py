@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from placewright.backends import Program
     from placewright.placement import Placement
 
-console = Console(highlight=False)
+# Without emoji, because `net.py:two:` is no code for one.
+console = Console(highlight=False, emoji=False)
 if not console.is_terminal:
-    console = Console(highlight=False, width=200)  # a file or a pipe has no width of its own
-errors = Console(stderr=True, highlight=False)
+    console = Console(
+        highlight=False, emoji=False, width=200
+    )  # a file or a pipe has no width of its own
+errors = Console(stderr=True, highlight=False, emoji=False)
 
 
 class Verbosity(enum.IntEnum):
@@ -77,8 +80,9 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A graph file (.json, .json.gz, .pb, .pbtxt, .meta), a SavedModel directory, or a "
-        "benchmark model: rnnlm, nmt, inception_v3.",
+        help="A graph file (.json, .json.gz, .pb, .pbtxt, .meta), a SavedModel directory, "
+        "FILE.py:FUNCTION or a .pt2 file (PyTorch), or a benchmark model: rnnlm, nmt, "
+        "inception_v3.",
         show_default=False,
         autocompletion=complete_models,
     ),
@@ -107,7 +111,7 @@ def load_program(model: str, options: LoadOptions) -> Program:
     """The model as something that can be run, not only placed."""
     from placewright import backends
 
-    backend = backends.backend_of(model)
+    backend = backends.backend_of(model, options.backend)
     if backend is not None:
         backend.check_installed()
     with status(f"reading {model} ..."):

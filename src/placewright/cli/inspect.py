@@ -15,7 +15,6 @@ from placewright.cli.options import Only, add_command
 from placewright.graph import Graph, Loop
 from placewright.grouping import Grouping
 from placewright.problem import ProblemConfig, group_ops
-from placewright.report.words import loop_lines
 from placewright.units import format_bytes, format_count
 
 _MOST_ROWS = 12
@@ -121,6 +120,8 @@ def _print(facts: dict[str, Any]) -> None:
         if count:
             table.add_row(f"ops that cannot run on a {common.escaped(type_)}", number(count))
     common.console.print(table)
+    from placewright.report.words import loop_lines
+
     for line in loop_lines([Loop(**loop) for loop in facts["loops"]]):
         common.console.print(common.escaped(line))
 

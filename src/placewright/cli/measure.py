@@ -56,9 +56,9 @@ def measure(
 
     Example: placewright measure rnnlm --scale small --cluster cpu2 --device cpu:0
     """
-    config = run_config(model, real, steps=steps, max_steps=max(steps, real.max_steps))
+    config = run_config(model, load, real, steps=steps, max_steps=max(steps, real.max_steps))
     machine = Cluster.load(cluster)
-    backends.check_here(model, machine, config)
+    backends.check_here(model, machine, config, load.backend)
     inputs = feeds_from(feeds)
     program = common.load_program(model, load)
     made = common.load_problem(program.graph, machine, problem)

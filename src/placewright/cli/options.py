@@ -37,6 +37,12 @@ class Shown(NamedTuple):
     """For the shell."""
 
 
+def complete_backends(incomplete: str) -> list[str]:
+    from placewright.backends import every
+
+    return [backend.name for backend in every() if backend.name.startswith(incomplete)]
+
+
 def complete_methods(incomplete: str) -> list[str]:
     """The last of a list separated by commas."""
     from placewright.methods import METHODS
@@ -47,6 +53,7 @@ def complete_methods(incomplete: str) -> list[str]:
 
 
 OPTIONS: dict[str, Shown] = {
+    "backend": Shown("NAME", (), complete_backends),
     "batch": Shown("N"),
     "dims": Shown("INPUT=N", ("--dim",)),
     "signature": Shown("NAME"),

@@ -28,6 +28,7 @@ from placewright.distributed.config import TeamConfig
 from placewright.errors import SearchError, WorkerError
 from placewright.problem import Problem, ProblemConfig
 from placewright.session.config import SearchConfig
+from placewright.session.directory import RUN_FILES, is_begun, new_directory, writing
 from placewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
     from placewright.measurement import Trial
     from placewright.session.result import Result
     from placewright.session.search import Progress as SearchProgress
-
-RESULT_FILES = (
-    "costs.json", "journal.jsonl", "metrics.jsonl", "placement.json", "problem.json.gz",
-    "report.html", "run.json", "summary.json", "trace.json",
-)  # fmt: skip
 
 _MOST_DRAWN = 10_000
 """Ops of which a trace and a report are made within a second or two."""
@@ -69,30 +65,41 @@ class Output:
 
     def __post_init__(self) -> None:
         own, resume = self.directory, self.resume
-        if resume is not None:
-            if own is not None and Path(own) != Path(resume):
-                raise SearchError("--resume continues in its own directory; leave out --output")
-            if not (Path(resume) / "journal.jsonl").is_file():
-                raise SearchError(f"{resume}: holds no run to continue (no journal.jsonl)")
-        elif own is not None:
-            if not own or (Path(own).exists() and not Path(own).is_dir()):
-                raise SearchError(f"{own or repr(own)}: not a directory")
-            for name in RESULT_FILES:
-                if (Path(own) / name).exists():
-                    raise SearchError(
-                        f"{own}: already holds a run ({name}); continue it with --resume {own}, or "
-                        "choose another directory"
-                    )
+        if resume is None:
+            self._check_new()
+            return
+        if own is not None and Path(own) != Path(resume):
+            raise SearchError("--resume continues in its own directory; leave out --output")
+        if not is_begun(resume):
+            raise SearchError(f"{resume}: holds no run to continue (no run.json)")
 
-    def directory_for(self, model: str, cluster: str) -> str:
-        """What was asked for, or a new one."""
-        if self.resume is not None or self.directory is not None:
-            return self.resume or self.directory or ""
-        base = f"placewright-{Path(model.removesuffix('.gz')).stem}-{Path(cluster).stem}"
-        number = 1
-        while Path(name := base if number == 1 else f"{base}-{number}").exists():
-            number += 1
-        return name
+    def _check_new(self) -> None:
+        own = self.directory
+        if own is None:
+            return
+        if not own or (Path(own).exists() and not Path(own).is_dir()):
+            raise SearchError(f"{own or repr(own)}: not a directory")
+        name = next((name for name in RUN_FILES if (Path(own) / name).exists()), None)
+        if name is not None:
+            begun = is_begun(own)
+            raise SearchError(
+                f"{own}: already holds {f'a run ({name})' if begun else name}; "
+                + (f"continue it with --resume {own}, or " if begun else "")
+                + "choose another directory"
+            )
+
+    @contextmanager
+    def opened(self, model: str, cluster: str) -> Iterator[str]:
+        """The directory that was asked for, or a new one; nobody else writes there meanwhile."""
+        name = self.resume or self.directory
+        made = name is None
+        if name is None:
+            stem = Path(model.removesuffix(".gz")).stem
+            name = new_directory(f"placewright-{stem}-{Path(cluster).stem}")
+        with writing(name, made=made):
+            if self.resume is None:  # another process may have been quicker
+                self._check_new()
+            yield name
 
 
 def add_to(app: typer.Typer) -> None:
@@ -129,11 +136,12 @@ def place(
     if team is not None:
         check_installed("`controllers`" if team.controllers else "`workers`")
     # What can be wrong with the request is said before the model is read, which takes a while.
-    directory = output.directory_for(model, cluster)
     described = Cluster.load(cluster)
-    run = run_config(model, real)
+    run = run_config(model, load, real)
     machine = None
-    if needs_program(model, described, config, run=run, team=team, directory=output.resume):
+    if needs_program(
+        model, described, config, run=run, team=team, directory=output.resume, backend=load.backend
+    ):
         program = common.load_program(model, load)
         graph = program.graph
         machine = Machine(program, run, feeds_from(feeds))
@@ -142,14 +150,15 @@ def place(
             raise UsageError("--feeds means nothing in the simulator")
         graph = common.load_graph(model, load)
     posed = common.load_problem(graph, described, problem)
-    with stop_on_interrupt() as stopped, _progress(config.limits) as display:
-        session = Session(
-            posed, config, machine=machine, team=team, directory=directory,
-            observe=lambda progress: display(progress, session.status()),
-            stop=lambda: bool(stopped),
-        )  # fmt: skip
-        result = session.run()
-    _finish(result, directory, output)
+    with output.opened(model, cluster) as directory:
+        with stop_on_interrupt() as stopped, _progress(config.limits) as display:
+            session = Session(
+                posed, config, machine=machine, team=team, directory=directory,
+                observe=lambda progress: display(progress, session.status()),
+                stop=lambda: bool(stopped),
+            )  # fmt: skip
+            result = session.run()
+        _finish(result, directory, output)
 
 
 def _finish(result: Result, directory: str, output: Output) -> None:

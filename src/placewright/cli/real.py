@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from placewright.backends import RunConfig, backend_of, every
+from placewright.backends import LoadOptions, RunConfig, backend_of, every
 from placewright.cli.options import Only, UsageError, option_names
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ RealRuns = Annotated[
 ]
 
 
-def run_config(model: str, given: RunConfig, **more: Any) -> RunConfig:
+def run_config(model: str, load: LoadOptions, given: RunConfig, **more: Any) -> RunConfig:
     """What was given, as the settings of the backend that reads the model."""
-    backend = backend_of(model)
+    backend = backend_of(model, load.backend)
     if backend is None:
         return given
     blank, known = type(given)(), {field.name for field in fields(backend.run_config)}

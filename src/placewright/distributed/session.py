@@ -94,6 +94,7 @@ def _local() -> Iterator[dict[str, Any]]:
     os.environ.update(settings)
     from ray._private import ray_constants
 
+    _reread_token()
     clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray had been imported already
     try:
@@ -110,7 +111,19 @@ def _local() -> Iterator[dict[str, Any]]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+        _reread_token()
         watch.communicate(guard.DONE)
+
+
+def _reread_token() -> None:
+    """Ray reads from the environment how it authenticates when it is imported, and keeps that; it
+    may have been imported before, by whoever called us."""
+    import ray._raylet
+
+    inside: Any = ray._raylet
+    # In this order: a thread of Ray that still ends must not look for a token that is gone.
+    inside.Config.initialize("")
+    inside.AuthenticationTokenLoader.instance().reset_cache()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a person does by hand: one LSTM layer per device, or contiguous parts of equal length."""
+"""What a person does by hand: one LSTM layer per device, or contiguous parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from placewright.graph import IndexArray
 from placewright.placement import Placement, allowed_or_cpu
-from placewright.placers.group_graph import group_graph
+from placewright.placers.group_graph import group_graph, group_loads, relative_speeds
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
 
@@ -28,11 +28,26 @@ def expert(problem: Problem) -> list[Placement]:
     layers = _layers(problem.grouping.names)
     if layers:
         wanted = _one_layer_per_device(problem, layers, devices)
-    else:
-        # Groups are numbered by their first ops, which is the order of the layers.
+    elif problem.graph.group_rules:
+        # Groups are numbered by their first ops, which is the order of the layers. Where the author
+        # of the model says what a group is, parts have equally many of them, as in the paper.
         order = np.arange(problem.num_groups)
         wanted = devices[order * len(devices) // problem.num_groups]
+    else:
+        wanted = _parts_of_equal_work(problem, devices)
     return [Placement.of(problem, allowed_or_cpu(problem, wanted))]
+
+
+def _parts_of_equal_work(problem: Problem, devices: IndexArray) -> IndexArray:
+    """[G] Contiguous parts with as much work as their devices are fast: groups that nobody chose
+    are of very different sizes."""
+    speeds = relative_speeds(problem, devices)
+    work = group_loads(problem, devices, speeds)
+    if not work.any():
+        work = np.ones(problem.num_groups)
+    middle = (np.cumsum(work) - work / 2) / work.sum()
+    parts = np.searchsorted(np.cumsum(speeds)[:-1], middle, side="right")
+    return np.asarray(devices[parts], dtype=np.int32)
 
 
 def _layers(names: tuple[str, ...]) -> dict[int, tuple[str, int]]:

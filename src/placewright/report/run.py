@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,9 +18,19 @@ from placewright.journal import Progression, read_progression
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
-from placewright.session.directory import COSTS_FILE, PROBLEM_FILE, began_with
+from placewright.session.directory import (
+    COSTS_FILE,
+    JOURNAL_FILE,
+    PLACEMENT_FILE,
+    PROBLEM_FILE,
+    SUMMARY_FILE,
+    began_with,
+    not_as_named,
+)
 from placewright.session.metrics import read_metrics
 from placewright.simulator import Simulator, Timeline, lower_bounds
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,10 +129,15 @@ def read_run(directory: str | Path) -> Run:
         )
     problem = Problem.load(folder / PROBLEM_FILE)
     progression = None
-    if (folder / "journal.jsonl").is_file():
-        progression = read_progression(folder / "journal.jsonl", problem)
-    summary = _summary(folder, problem, progression)
-    best = _best(folder, problem, progression, summary)
+    if (folder / JOURNAL_FILE).is_file():
+        progression = read_progression(folder / JOURNAL_FILE, problem)
+    summary = _written_summary(folder, problem, progression)
+    # What the run itself took for best: of measured times it may have pooled several trials.
+    best = None if summary is None else _written_best(folder, problem, summary)
+    if summary is None:
+        summary = _made_up_summary(folder, problem, progression)
+    if best is None and progression is not None:
+        best = _best(progression)
     by_op = best is not None and best.placement.space != problem.space.fingerprint
     shown = problem.refined if by_op else problem
     under = shown
@@ -141,28 +157,24 @@ def read_run(directory: str | Path) -> Run:
     )
 
 
-def _best(
-    folder: Path,
-    problem: Problem,
-    progression: Progression | None,
-    summary: Mapping[str, Any],
-) -> Trial | None:
-    # What the run itself took for best: of measured times it may have pooled several trials.
-    if (folder / "placement.json").is_file() and summary["step_seconds"] is not None:
-        return Trial(
-            placement=Placement.load(
-                folder / "placement.json",
-                problem.refined if summary.get("placed_by") == "op" else problem,
-            ),
-            measurement=Measurement(
-                outcome=Outcome.OK,
-                step_seconds=(float(summary["step_seconds"]),),
-                peak_bytes=tuple(summary["peak_bytes"] or ()),
-            ),
-            placer=str(summary["method"]),
-        )
-    if progression is None:
+def _written_best(folder: Path, problem: Problem, summary: Mapping[str, Any]) -> Trial | None:
+    if summary["step_seconds"] is None or not (folder / PLACEMENT_FILE).is_file():
         return None
+    return Trial(
+        placement=Placement.load(
+            folder / PLACEMENT_FILE,
+            problem.refined if summary.get("placed_by") == "op" else problem,
+        ),
+        measurement=Measurement(
+            outcome=Outcome.OK,
+            step_seconds=(float(summary["step_seconds"]),),
+            peak_bytes=tuple(summary["peak_bytes"] or ()),
+        ),
+        placer=str(summary["method"]),
+    )
+
+
+def _best(progression: Progression) -> Trial | None:
     found = [steps[-1].trial for steps in progression.improvements.values() if steps]
     found += [
         trial
@@ -172,29 +184,49 @@ def _best(
     return min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
 
 
-def _summary(folder: Path, problem: Problem, progression: Progression | None) -> Mapping[str, Any]:
-    path = folder / "summary.json"
-    if path.is_file():
-        summary = read_json(path, ReportError, what="summary")
-        wanted = ("problem", "methods", "step_seconds", "lower_bound_seconds", "search_seconds")
-        if not isinstance(summary, dict) or any(key not in summary for key in wanted):
-            raise ReportError(f"{path}: not a summary of a run")
-        # Version 0.1.0 knew nothing of spaces.
-        own = problem.space.fingerprint if "space" in summary else problem.fingerprint
-        of = summary.get("space", summary["problem"])
-        if of != own:
-            raise ReportError(
-                f"{path}: is of problem {of}, the directory's is {own}; were two runs mixed?"
-            )
+def _written_summary(
+    folder: Path, problem: Problem, progression: Progression | None
+) -> Mapping[str, Any] | None:
+    """What the run itself wrote; None where it was cut off before all of that was there."""
+    path = folder / SUMMARY_FILE
+    if not path.is_file():
+        return None
+    summary = read_json(path, ReportError, what="summary")
+    wanted = ("problem", "methods", "step_seconds", "lower_bound_seconds", "search_seconds")
+    if not isinstance(summary, dict) or any(key not in summary for key in wanted):
+        raise ReportError(f"{path}: not a summary of a run")
+    # Version 0.1.0 knew nothing of spaces.
+    own = problem.space.fingerprint if "space" in summary else problem.fingerprint
+    of = summary.get("space", summary["problem"])
+    if of != own:
+        raise ReportError(
+            f"{path}: is of problem {of}, the directory's is {own}; were two runs mixed?"
+        )
+    other = not_as_named(folder, summary)
+    if not other:
         return summary
+    cut_off = (
+        f"{folder}: the run was cut off before all its results were written ({other} is not the "
+        f"one that {SUMMARY_FILE} names); --resume writes them anew"
+    )
     if progression is None:
-        raise ReportError(f"{folder}: holds neither a summary.json nor a journal.jsonl")
-    measured = began_with(folder) not in (None, "simulate")
-    return _summary_of(problem, progression, measured)
+        raise ReportError(cut_off)
+    logger.warning("%s; shown is what the journal says", cut_off)
+    return None
 
 
-def _summary_of(problem: Problem, progression: Progression, measured: bool) -> dict[str, Any]:
+def _made_up_summary(
+    folder: Path, problem: Problem, progression: Progression | None
+) -> dict[str, Any]:
     """For a run that was killed before it could write one."""
+    began = began_with(folder)
+    if progression is None or not progression.trials:
+        if began is None and progression is None:
+            raise ReportError(f"{folder}: holds neither a {SUMMARY_FILE} nor a {JOURNAL_FILE}")
+        raise ReportError(
+            f"{folder}: the run was cut off before it tried anything; --resume goes on with it"
+        )
+    measured = began not in (None, "simulate")
     rows, best = [], None
     for name, count in progression.trials_of.items():
         steps = progression.improvements.get(name, ())

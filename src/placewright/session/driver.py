@@ -32,6 +32,7 @@ from placewright.session.directory import (
     began_with,
     check_directory,
     open_journal,
+    writing,
 )
 from placewright.session.metrics import MetricsLog
 from placewright.session.real import RealRuns
@@ -98,6 +99,8 @@ class Session:
             if bounds.forced_out_of_memory is not None:
                 raise SearchError(bounds.forced_out_of_memory)
         with contextlib.ExitStack() as opened:
+            if self.directory is not None:
+                opened.enter_context(writing(self.directory))
             evaluator = self._evaluator(opened)
             if self.evaluate == SIMULATE:
                 return self._simulated(evaluator)
@@ -184,6 +187,7 @@ class Session:
             evaluator=evaluator,
             make_placers=functools.partial(self._placers, evaluator),
             alone=self._team is None and self.pool is None,
+            exact=self.pool is None,
             directory=self.directory,
             observe=self.observe,
             stop=self.stop,
@@ -240,7 +244,9 @@ def wanted_in(config: SearchConfig, directory: str | Path | None) -> How | None:
     """How placements are to be tried: as the config says, or as the run in the directory began; its
     journal's times are of one kind. None where neither says."""
     wanted = config.evaluate
-    if directory is None or not (Path(directory) / JOURNAL_FILE).is_file():
+    if directory is None or not any(
+        (Path(directory) / name).is_file() for name in (RUN_FILE, JOURNAL_FILE)
+    ):
         return wanted
     began = began_with(directory)
     if wanted is not None and began not in (None, wanted):
@@ -258,19 +264,21 @@ def needs_program(
     run: RunConfig | None = None,
     team: TeamConfig | None = None,
     directory: str | Path | None = None,
+    backend: str | None = None,
 ) -> bool:
-    """Whether a model has to be read so that it can be run, and not only placed.
+    """Whether a model has to be read so that it can be run, and not only placed. `backend` is as in
+    `backends.load`.
 
     Raises where real runs are asked for on a cluster that is not at hand: reading takes a while.
     """
     wanted = wanted_in(config, directory)
     if wanted is not None:
         if wanted != SIMULATE:
-            backends.check_here(source, cluster, run)
+            backends.check_here(source, cluster, run, backend)
         return wanted != SIMULATE
     if config.limits.seconds is None or team is not None or cluster.num_devices < 2:
         return False
-    return not backends.why_not_run(source, cluster, run)
+    return not backends.why_not_run(source, cluster, run, backend)
 
 
 def unaffordable(problem: Problem, budget: Budget) -> str:
@@ -385,7 +393,9 @@ def place(
     session = Session(
         posed, config, machine=machine, team=team, directory=directory, observe=observe
     )
-    result = session.run()
-    if directory is not None:
+    if directory is None:
+        return session.run()
+    with writing(directory):  # until all is written
+        result = session.run()
         result.save(directory)
     return result

@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from placewright.budget import Budget
+from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.measurement import Trial, better
 from placewright.placement import Placement
 from placewright.placers.base import OneShot, Placer
 from placewright.placers.op_level import bytes_needed, op_heft, op_m_etf
 from placewright.placers.op_search import OpSearch
-from placewright.problem import Problem
+from placewright.problem import Problem, make_problem
 from placewright.room import why_no_room
 from placewright.session.search import Progress, Record, search
 from placewright.stopping import never
@@ -43,6 +45,15 @@ def is_worthwhile(problem: Problem) -> bool:
     if problem.graph.num_ops > MOST_OPS:
         return False
     return problem.num_groups > _FEW_GROUPS or problem.refined is not problem
+
+
+def compile_schedulers(cluster: Cluster) -> None:
+    """The first call of each compiles it, which takes seconds once on a machine; that is nobody's
+    search time."""
+    ops = [Op(name="first", type="Op", outputs=(Tensor(1),)), Op(name="last", type="Op")]
+    tiny = make_problem(Graph.from_ops("tiny", ops, [Edge("first", "last")]), cluster)
+    for schedule in SCHEDULERS.values():
+        schedule(tiny, never)
 
 
 def share_for_groups(by_groups_seconds: float, by_ops_seconds: float) -> float:

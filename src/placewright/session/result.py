@@ -17,9 +17,13 @@ from placewright.problem import Problem
 from placewright.session.config import SIMULATE, How
 from placewright.session.directory import (
     COSTS_FILE,
+    PLACEMENT_FILE,
     PROBLEM_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
     check_directory,
-    make_directory,
+    digests,
+    writing,
 )
 from placewright.session.finals import Comparison
 from placewright.session.search import MethodResult
@@ -238,25 +242,33 @@ class Result:
         }
 
     def save(self, directory: str | Path, command: str = "", *, trace: bool = True) -> None:
-        """Writes `placement.json`, `summary.json`, `trace.json` (if wanted) and `problem.json.gz`,
-        from which reports are made (the journal is there already when the search was given the
-        directory), and `costs.json` where costs were measured, under which the trace is drawn."""
+        """Writes `placement.json`, `trace.json` (if wanted) and `problem.json.gz`, from which
+        reports are made (the journal is there already when the search was given the directory),
+        `costs.json` where costs were measured, under which the trace is drawn, and last
+        `summary.json`, which says what the others are (`files`): until it is there, they are of a
+        run that was cut off."""
         folder = Path(directory)
         check_directory(folder, self.problem)
-        make_directory(folder)
-        if not (folder / PROBLEM_FILE).exists():
-            self.problem.save(folder / PROBLEM_FILE)
-        if self.best is not None:
-            self.best.placement.save(folder / "placement.json", self.placed)
-            if self.calibration is not None:
-                self.calibration.save(folder / COSTS_FILE, self.problem.graph)
-        write_json(folder / "summary.json", self.summary(command), SearchError)
-        if self.best is not None and trace:
-            under = self.placed
-            if self.calibration is not None:
-                under = self.calibration.problem(under)
-            timeline = Simulator(under).timeline(self.best.placement)
-            write_json(folder / "trace.json", timeline.chrome_trace(), SearchError)
+        with writing(folder):
+            if not (folder / PROBLEM_FILE).exists():
+                self.problem.save(folder / PROBLEM_FILE)
+            if self.best is not None:
+                self.best.placement.save(folder / PLACEMENT_FILE, self.placed)
+                if self.calibration is not None:
+                    self.calibration.save(folder / COSTS_FILE, self.problem.graph)
+            if self.best is not None and trace:
+                under = self.placed
+                if self.calibration is not None:
+                    under = self.calibration.problem(under)
+                timeline = Simulator(under).timeline(self.best.placement)
+                write_json(folder / TRACE_FILE, timeline.chrome_trace(), SearchError)
+            else:  # one of before would be of another placement
+                (folder / TRACE_FILE).unlink(missing_ok=True)
+            found = digests(folder)
+            if self.calibration is None:
+                found.pop(COSTS_FILE, None)  # somebody's
+            summary = self.summary(command) | {"files": found}
+            write_json(folder / SUMMARY_FILE, summary, SearchError)
 
 
 def row(result: MethodResult) -> dict[str, Any]:

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from placewright.budget import Budget
 from placewright.errors import SearchError
 from placewright.evaluators.base import Evaluator
-from placewright.measurement import Trial, better
+from placewright.evaluators.simulated import SimulatedEvaluator
+from placewright.journal import Journal
+from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
 from placewright.placers.base import Placer
 from placewright.placers.heft import heft
@@ -29,6 +33,10 @@ from placewright.stopping import Stopped, Worker, never
 
 _R = TypeVar("_R")
 
+_CHECKED_BEST = 4
+_CHECKED_OTHERS = 12
+"""Trials of a journal that are simulated again before any of it is believed: enough to notice a
+journal of another simulator, in far less time than it took to try them all."""
 _MOST_EXPLAINED = 50_000
 """Ops of whose step can be said within a second or two what it is made of."""
 
@@ -45,6 +53,8 @@ class SimulatedSearch:
     alone: bool
     """Whether this process alone tries placements: then there are references, and ops are placed
     one by one where that is worth it."""
+    exact: bool
+    """Whether what tries them is the simulator itself, which gives the same times again."""
     directory: Path | None = None
     observe: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = never
@@ -82,11 +92,19 @@ class SimulatedSearch:
         if self.alone:
             self.references = self._patiently(self._find_references)
         by_ops = self._by_ops
+        if by_ops:
+            compiling = functools.partial(op_stage.compile_schedulers, problem.cluster)
+            self._patiently(compiling)
         if by_ops and problem.refined is not problem:
             # What is proved of groups does not hold for single ops.
             refined = self._patiently(functools.partial(lower_bounds, problem.refined))
             self.bound_seconds = refined.best
+        if not by_ops or self.config.policy is not None:
+            # What is wrong with a policy's file is said before a directory is made.
+            self.placers = self._patiently(functools.partial(self.make_placers, limits))
         with open_journal(self.directory, problem, SIMULATE) as journal:
+            if journal is not None and self.exact:
+                self._patiently(functools.partial(check_simulated, problem, journal))
             self.started = time.monotonic()
             if not by_ops:
                 self._by_groups(limits, journal, bounds.best)
@@ -105,7 +123,8 @@ class SimulatedSearch:
                 self.parts.append(closing)
 
     def _by_groups(self, limits: Budget, journal: Record | None, bound_seconds: float) -> None:
-        self.placers = self._patiently(functools.partial(self.make_placers, limits))
+        if not self.placers:
+            self.placers = self._patiently(functools.partial(self.make_placers, limits))
         before = tuple(self.parts)
         self.parts.append(
             search(
@@ -187,3 +206,38 @@ class SimulatedSearch:
             references=tuple(t for t in self.references if t.placer not in progress.trials_of),
             proven=proven,
         )
+
+
+def check_simulated(problem: Problem, journal: Journal) -> None:
+    """Simulates the best trials of each space, and some others, again; raises where something else
+    comes of one."""
+    trials = journal.trials
+    rng = np.random.default_rng(len(trials))
+    spaces = {trial.placement.space for trial in trials}
+    for posed in _posed(problem, spaces):
+        of_it = [n for n, t in enumerate(trials) if t.placement.space == posed.space.fingerprint]
+        best = sorted(of_it, key=lambda n: trials[n].measurement.mean_seconds)[:_CHECKED_BEST]
+        others = rng.permutation(of_it)[:_CHECKED_OTHERS].astype(int).tolist()
+        numbers = list(dict.fromkeys([*best, *others]))
+        evaluator = SimulatedEvaluator(posed)
+        again = evaluator.evaluate([trials[number].placement for number in numbers])
+        for number, now in zip(numbers, again, strict=True):
+            then = trials[number].measurement
+            near = math.isclose(then.mean_seconds, now.mean_seconds, rel_tol=1e-6)
+            if then.outcome is not now.outcome or not near:
+                raise SearchError(
+                    f"{journal.path}: line {number + 1} says {_said(then)}, the simulator says "
+                    f"{_said(now)}; was the file edited, or written by another version?"
+                )
+
+
+def _posed(problem: Problem, spaces: set[str]) -> list[Problem]:
+    """The problem by groups and op by op, as far as trials are of them: the second takes a while to
+    make."""
+    own = problem.space.fingerprint
+    posed = [problem] if own in spaces else []
+    return [*posed, problem.refined] if spaces - {own} else posed
+
+
+def _said(measurement: Measurement) -> str:
+    return f"{measurement.mean_seconds:.9g} s" if measurement.ok else measurement.outcome.value

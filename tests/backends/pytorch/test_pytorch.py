@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch: Any = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-import placewright.torch as pt  # noqa: E402
-from placewright.backends import load  # noqa: E402
-from placewright.backends.pytorch import models  # noqa: E402
-from placewright.backends.pytorch.exporting import Task  # noqa: E402
-from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program  # noqa: E402
-from placewright.errors import ClusterError, ModelError, PlacementError, SearchError  # noqa: E402
-from placewright.graph import Work  # noqa: E402
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-nn, F = torch.nn, torch.nn.functional
+import placewright.torch as pt
+from placewright.backends import load
+from placewright.backends.pytorch import models
+from placewright.backends.pytorch.exporting import Task
+from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
+from placewright.errors import ClusterError, ModelError, PlacementError, SearchError
+from placewright.graph import Work
+
 DEVICES = ("cpu:0", "cpu:1")
 
 
-class Net(nn.Module):  # type: ignore[misc]
+class Net(nn.Module):
     """Branches, tied weights, batch norm, dropout, writes in place, a literal, a no_grad part."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +108,7 @@ def test_the_flops_of_a_linear_layer_and_its_gradients() -> None:
 
 
 def test_views_cost_nothing_and_share_memory() -> None:
-    class Views(nn.Module):  # type: ignore[misc]
+    class Views(nn.Module):
         def forward(self, x: Any) -> Any:
             a, b = x.exp().view(2, 8).transpose(0, 1).chunk(2, 0)
             return a + b
@@ -123,7 +130,7 @@ def test_a_model_on_meta_has_the_graph_of_the_model_and_its_gradients() -> None:
 
 
 def test_calls_of_one_module_are_steps_of_it() -> None:
-    class Twice(nn.Module):  # type: ignore[misc]
+    class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.cell = nn.Linear(4, 4)
@@ -244,7 +251,54 @@ def test_what_a_device_map_cannot_say_is_said() -> None:
         random_plan(tied, "module", seed).device_map()
 
 
-class Exit(nn.Module):  # type: ignore[misc]
+STAGE = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe, pipeline
+import placewright.torch
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+module.load_state_dict(torch.load(f"{folder}/weights", weights_only=True))
+x, wanted = torch.load(f"{folder}/values", weights_only=True)
+split = placewright.torch.load(f"{folder}/plan.json").split_points()
+stage = pipeline(module, (x[:2],), split_spec=split).build_stage(rank, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+if rank == 0:
+    schedule.step(x)
+else:
+    found = schedule.step(target=torch.zeros_like(wanted))
+    assert torch.allclose(found, wanted, atol=1e-6), (found, wanted)
+assert all(p.grad is not None for p in stage.submod.parameters())
+print(*sorted(stage.submod.state_dict()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchs_pipeline_runs_the_split(tmp_path: Path) -> None:
+    module, x = chain(), torch.randn(8, 4)
+    planned = pt.plan(module, x[:2], devices=DEVICES, level="module", method="expert", budget=1)
+    planned.save(tmp_path / "plan.json")
+    torch.save(module.state_dict(), tmp_path / "weights")
+    torch.save((x, module(x).detach()), tmp_path / "values")
+    stages = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", STAGE, str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [stage.communicate(timeout=120) for stage in stages]
+    assert [stage.returncode for stage in stages] == [0, 0], said
+    keys = " ".join(out for out, _ in said).split()
+    assert keys == sorted(module.state_dict())
+
+
+class Exit(nn.Module):
     """Values decide what is computed."""
 
     def __init__(self) -> None:
@@ -277,6 +331,18 @@ def test_what_has_no_graph_is_placed_by_module_with_one_line(
         random_plan(program, "module").apply(module, level="op")
 
 
+class Two(nn.Module):
+    """Modules that meet, with much that could be placed apart in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.LSTMCell(64, 64)) for _ in range(2))
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return self.head(torch.cat([self.left(x)[0], self.right(y)[0]], 1))
+
+
 # --- the calls people make -----------------------------------------------------------------------
 
 
@@ -285,9 +351,16 @@ def test_plan_moves_nothing_and_place_gives_a_module() -> None:
     x = torch.randn(2, 4)
     planned = pt.plan(module, x, devices=DEVICES, budget=1, method="single,expert")
     assert "one device is best" in planned.verdict  # a chain of tiny products
+    assert planned.device_map() in ({"": "cpu:0"}, {"": "cpu:1"})
     assert torch.equal(planned.apply(module)(x), module(x))
     placed = pt.place(module, x, devices=DEVICES, budget=1, method="expert", level="module")
     assert torch.equal(placed(x), module(x))
+
+
+def test_a_plan_by_module_takes_no_module_apart() -> None:
+    example = {"x": torch.randn(64, 64), "y": torch.randn(64, 64)}
+    planned = pt.plan(Two(), example, devices="a100x4", level="module", budget=3)
+    assert planned.device_map()  # which raises where a module is split
 
 
 def test_too_little_memory_names_what_is_large() -> None:
@@ -304,6 +377,11 @@ def test_too_little_memory_names_what_is_large() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_other_errors_of_a_search_say_what_they_are() -> None:
+    with pytest.raises(SearchError, match="unknown method 'magic'"):
+        pt.plan(chain(), torch.zeros(2, 4), devices=DEVICES, method="magic")
+
+
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(ClusterError, match="this machine has no cuda:77; it has cpu:0"):
         pt.cluster_of(["cuda:77"])
@@ -312,15 +390,15 @@ def test_devices_that_are_not_there() -> None:
 
 
 def test_an_op_without_a_kernel_says_where_it_can_run() -> None:
-    @torch.library.custom_op("placewright_test::double", mutates_args=(), device_types="cuda")  # type: ignore[untyped-decorator]
+    @torch.library.custom_op("placewright_test::double", mutates_args=(), device_types="cuda")
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    @double.register_fake  # type: ignore[untyped-decorator]
+    @double.register_fake
     def _(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    class Doubled(nn.Module):  # type: ignore[misc]
+    class Doubled(nn.Module):
         def forward(self, x: Any) -> Any:
             return double(x)
 

@@ -330,7 +330,7 @@ tf.config.set_logical_device_configuration(
 )
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # as it is
 import keras, placewright
-from placewright import Cluster, load, make_problem
+from placewright import Cluster, ProblemConfig, load, make_problem
 
 cluster = Cluster.load(sys.argv[1])
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="relu"),

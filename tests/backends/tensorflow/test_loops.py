@@ -28,7 +28,7 @@ def found(graph: Graph) -> dict[str, tuple[int | None, str]]:
 
 def counts(graph: Graph, op_type: str) -> list[int]:
     chosen = np.array([type_ == op_type for type_ in graph.op_types])
-    return graph.run_count[chosen].tolist()
+    return [int(count) for count in graph.run_count[chosen]]
 
 
 VECTOR = tf.TensorSpec((4,))
@@ -141,7 +141,7 @@ def test_a_keras_lstm_costs_as_much_as_its_steps() -> None:
 def over_a_dataset(dataset: Any) -> Any:
     weights = tf.Variable(tf.ones((8, 8)))
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]
     def train() -> Any:
         total = 0.0
         for x in dataset:

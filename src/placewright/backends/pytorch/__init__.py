@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from placewright.backends.pytorch.program import TorchModel, TorchProgram
 
 _CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin")
-_FUNCTION = re.compile(r"^.+(\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*$")
+_FUNCTION = re.compile(r"^(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*$")
 
 
 class PyTorchBackend(Backend):
@@ -112,11 +112,12 @@ def _model(source: Any, options: LoadOptions) -> TorchModel:
         )
     text, path = str(source), Path(source)
     if text in models.NAMES and not path.exists():
-        refuse("a benchmark model", signature=options.signature, dims=options.dims)
+        refuse("a benchmark model", signature=options.signature, dims=options.dims,
+               fetches=options.fetches, loops=options.loops)  # fmt: skip
         return models.build(text, scale=options.scale, batch=options.batch)
     what = "a PyTorch model, whose example inputs say its sizes"
     refuse(what, batch=options.batch, dims=options.dims, signature=options.signature,
-           fetches=options.fetches)  # fmt: skip
+           fetches=options.fetches, loops=options.loops)  # fmt: skip
     if path.suffix == ".pt2":
         return sources.from_exported_program(path)
     if path.suffix in _CHECKPOINTS:

@@ -28,15 +28,6 @@ _RETURNS = (
 )
 
 
-def is_function(text: str) -> bool:
-    """Whether a source names a function of a Python file or module."""
-    match = FUNCTION.match(text)
-    if match is None:
-        return False
-    where = match["where"]
-    return where.endswith(".py") or bool(re.fullmatch(r"[A-Za-z_][\w.]*", where))
-
-
 def from_function(text: str) -> TorchModel:
     """Calls the function. It is the user's own code, which runs as it would in Python."""
     match = FUNCTION.match(text)
