@@ -138,39 +138,36 @@ def sha256_of(path: str | Path, error: type[PlacewrightError]) -> str:
 class DirectoryLock:
     """Held by one process for as long as it writes into a directory; its death releases it.
 
-    The lock is on a file that stays, but in a directory that is given up (`remove_if_unused`).
+    The lock is on a file that is removed at the end; one that a killed process left is nobody's.
     """
 
     def __init__(self, folder: Path, error: type[PlacewrightError]) -> None:
-        path = folder / LOCK_FILE
-        try:
-            self._file = path.open("a")
-        except OSError as fault:
-            raise error(f"{folder}: is not writable: {fault.strerror}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It could have been removed meanwhile, and then others may lock one of the same name.
-            held = path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
-        except BlockingIOError:
-            held = False
-        except OSError as fault:  # a file system that knows no locks
-            logger.warning("%s: cannot be locked (%s): start one run at a time", folder, fault)
-            held = True
-        if not held:
-            self._file.close()
-            raise error(
-                f"{folder}: another run is writing there; wait for it, or choose another directory"
-            )
+        self._path = folder / LOCK_FILE
+        while True:
+            try:
+                self._file = self._path.open("a")
+            except OSError as fault:
+                raise error(f"{folder}: is not writable: {fault.strerror}") from None
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.close()
+                raise error(
+                    f"{folder}: another run is writing there; wait for it, or choose another "
+                    "directory"
+                ) from None
+            except OSError as fault:  # a file system that knows no locks
+                logger.warning("%s: cannot be locked (%s): start one run at a time", folder, fault)
+                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                    return
+            self._file.close()  # of one that was released, and its file removed, just now
 
     def release(self) -> None:
-        self._file.close()
-
-    def remove_if_unused(self, folder: Path) -> None:
-        """Removes the directory where nothing but the lock is in it."""
         with contextlib.suppress(OSError):
-            if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
-                (folder / LOCK_FILE).unlink()
-                folder.rmdir()
+            self._path.unlink()  # before others can have it
+        self._file.close()
 
     def __enter__(self) -> DirectoryLock:
         return self

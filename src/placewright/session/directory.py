@@ -67,17 +67,20 @@ def writing(directory: str | Path, *, made: bool = False) -> Iterator[None]:
     if _held.get(key) == own:
         yield
         return
-    with DirectoryLock(folder, SearchError) as lock:
-        _held[key] = own
-        try:
-            for path in folder.iterdir():
-                if _LEFTOVER.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-            yield
-        finally:
-            del _held[key]
-            if made:
-                lock.remove_if_unused(folder)
+    try:
+        with DirectoryLock(folder, SearchError):
+            _held[key] = own
+            try:
+                for path in folder.iterdir():
+                    if _LEFTOVER.fullmatch(path.name):
+                        path.unlink(missing_ok=True)
+                yield
+            finally:
+                del _held[key]
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # not empty, which is what it was made for
+                folder.rmdir()
 
 
 def new_directory(base: str) -> str:
