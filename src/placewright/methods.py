@@ -105,7 +105,7 @@ def _exact(settings: Settings) -> Placer:
         most = min(most, int(1000 * settings.seconds))
     if settings.trials is not None:
         most = min(most, settings.trials // 2)
-    # With trials alone its own measure of work is the limit, which is the same on a busy machine; the
+    # With trials alone its own measure of work is the limit, the same on a busy machine; the
     # clock is only for when that fails.
     seconds = 600.0 if settings.seconds is None else settings.seconds / 3
     config = ExactConfig(max_placements=most, max_seconds=seconds)
