@@ -12,6 +12,7 @@ import argparse
 import multiprocessing
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import Row, made_by, markdown, marked, merge_csv, read_csv
@@ -95,7 +96,7 @@ def _computed(problem: Problem, method: str) -> tuple[float, float]:
     return took, min(trial.mean_seconds for trial in trials)
 
 
-def large_table(rows: list[Row]) -> str:
+def large_table(rows: Sequence[Row]) -> str:
     heading = ("ops", "method", "step s", "over bound", "found by", "seconds", "peak GB")
     keys = ("method", "step_seconds", "over_bound", "found_by", "seconds", "peak_gigabytes")
     order = {name: number for number, name in enumerate(METHODS)}
