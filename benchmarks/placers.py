@@ -98,21 +98,20 @@ def measure(
             continue
         result = place(problem, method=name, budget=seconds, seed=seed)
         failed = next((m.best for m in result.methods if m.best is not None), None)
-        rows.append(
-            found_row(
-                problem,
-                name,
-                seed,
-                result.best or failed,
-                trials=result.trials,
-                seconds=result.seconds,
-                lower_bound=result.lower_bound_seconds,
-            )
+        row = found_row(
+            problem,
+            name,
+            seed,
+            result.best or failed,
+            trials=result.trials,
+            seconds=result.seconds,
+            lower_bound=result.lower_bound_seconds,
         )
-        if rows[-1]["step_seconds"] != "":
+        if row["step_seconds"] != "":
             # What is reported: a search fits its answer to the one order of ties that it tries.
-            rows[-1]["step_seconds"] = result.step_seconds
-        print(*rows[-1].values(), flush=True)
+            row["step_seconds"] = result.step_seconds
+        rows.append(row)
+        print(*row.values(), flush=True)
     return rows
 
 
