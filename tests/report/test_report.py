@@ -134,7 +134,7 @@ def test_measured_times_have_no_bound(run_directory: Path, tmp_path: Path) -> No
     assert "takes 50.00 ms (measured, 95% within ± 2.00 ms)" in answer(run)
     assert run.best is not None
     assert run.best.measurement.mean_seconds == 0.05  # not the journal's
-    assert "50.0 ms" in answer(run)
+    assert "50.00 ms" in answer(run)
     assert "left to gain" not in answer(run)
     # Of several devices that are equal, the one that was in the final.
     (single,) = (row for row in run.summary["methods"] if row["method"] == "single")
