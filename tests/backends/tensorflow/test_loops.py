@@ -182,3 +182,27 @@ def test_a_dataset_of_unknown_size(caplog: pytest.LogCaptureFixture) -> None:
     assert counts(graph, "MatMul") == [1]
     assert "loops={'ScanDataset': N}" in caplog.text
     del weights
+
+
+def test_what_leaves_a_loop_waits_for_its_last_iteration() -> None:
+    """Otherwise the gradient's loop would run beside the loop that it is the gradient of."""
+
+    def function(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(20):
+                y = tf.tanh(y)
+            loss = tf.reduce_sum(y)
+        return tape.gradient(loss, x)
+
+    graph = graph_of(function, VECTOR)
+    assert len(graph.loops) == 2
+    before: dict[int, set[int]] = {op: set() for op in range(graph.num_ops)}
+    for src, dst in zip(graph.edge_src.tolist(), graph.edge_dst.tolist(), strict=True):
+        before[dst] |= {src} | before[src]  # ops are in topological order, edges by consumer
+    forward = [op for op, type_ in enumerate(graph.op_types) if type_ == "Tanh"]
+    backward = [op for op, type_ in enumerate(graph.op_types) if type_ == "TanhGrad"]
+    assert forward
+    assert backward
+    assert set(forward) <= before[backward[-1]]

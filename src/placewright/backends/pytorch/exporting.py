@@ -57,10 +57,14 @@ class Task:
     loss_fn: Loss | None = None
     """Makes the loss from the module's outputs (and `targets`); where it is not given, the loss is
     in the outputs: their `loss`, or the only number they are."""
-    targets: tuple[Any, ...] = ()
-    """Further arguments of `loss_fn`, as examples."""
+    targets: Any = ()
+    """Further arguments of `loss_fn`, as examples: a tuple of them, or the only one."""
     optimizer: Any = None
     """A `torch.optim` class, an instance, a function of parameters, or None for no update."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.targets, tuple):
+            object.__setattr__(self, "targets", (self.targets,))
 
 
 @dataclass(frozen=True, kw_only=True)

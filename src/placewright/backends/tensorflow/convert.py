@@ -29,7 +29,13 @@ from placewright.backends.tensorflow.graphdef import (
     parse_input,
 )
 from placewright.backends.tensorflow.kernels import has_gpu_kernel
-from placewright.backends.tensorflow.loops import DATASET, counts_of, loop_stacks, loops_of
+from placewright.backends.tensorflow.loops import (
+    DATASET,
+    counts_of,
+    ends_of_loops,
+    loop_stacks,
+    loops_of,
+)
 from placewright.backends.tensorflow.work import moved_bytes, work_of
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, Edge, Graph, Op, Tensor
@@ -139,6 +145,7 @@ def convert(
             )
         )
         edges += [Edge(nodes[s.node].name, node.name, s.output) for s in sources[i]]
+    edges += [Edge(nodes[a].name, nodes[b].name, None) for a, b in ends_of_loops(nodes, stacks)]
     return Graph.from_ops(name, ops, edges, group_rules, found_loops)
 
 

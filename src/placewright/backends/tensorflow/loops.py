@@ -78,6 +78,21 @@ def counts_of(
     return counts
 
 
+def ends_of_loops(nodes: Sequence[NodeDef], stacks: Sequence[Stack]) -> list[tuple[int, int]]:
+    """Pairs of nodes: what ends an iteration, and what leaves the same loop, which waits for the
+    last iteration. Without the edges that close loops nothing else says so."""
+    ends: dict[Stack, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if node.op in BACK_EDGES and stacks[i]:
+            ends.setdefault(stacks[i], []).append(i)
+    return [
+        (end, i)
+        for i, node in enumerate(nodes)
+        if node.op in _EXITS
+        for end in ends.get(stacks[i], ())
+    ]
+
+
 def loop_stacks(
     flat: FlatGraph, sources: Sequence[Sequence[int]], order: Sequence[int]
 ) -> list[Stack]:
