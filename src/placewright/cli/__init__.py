@@ -94,6 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     except _ClickException as error:
         code = _complain(error.format_message(), debug)
     except (KeyboardInterrupt, typer.Abort):
+        errors.print("stopped")
         code = 130
     except OSError as error:  # of our own output: a full disk behind a redirection
         code = _complain(f"cannot write the output: {error.strerror}", debug)

@@ -93,7 +93,8 @@ ClusterOption = Annotated[
         "--cluster",
         "-c",
         metavar="CLUSTER",
-        help="A cluster file (.yaml), a preset (k80x2, k80x4, a100x4, h100x8, cpu2) or 'local'.",
+        help="A cluster file (.yaml), a preset (k80x2, k80x4, a100x4, h100x8, h200, cpu2) or "
+        "'local'.",
         autocompletion=complete_clusters,
     ),
 ]

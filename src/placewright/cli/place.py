@@ -483,7 +483,7 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
         say(line)
     if result.gain_over_groups is not None and result.gain_over_groups > 1.02:
         say(
-            f"placing op by op is {result.gain_over_groups:.2g} times as fast as the best by "
+            f"placing op by op is {result.gain_over_groups:.2f} times as fast as the best by "
             f"groups ({result.problem.num_groups:,} of them)"
         )
     for other in result.references:
