@@ -27,7 +27,7 @@ from placewright.units import format_bytes
 logger = logging.getLogger(__name__)
 
 Mark = Any
-"""A point in the order of what a device was asked to do; it has passed when all before it is done."""
+"""A point in the order of what a device was asked to do; it passes when all before it is done."""
 
 _CHUNK = 16 * 2**20
 """Bytes of one copy command. A copy of activations waits behind at most one of them on the copy
@@ -331,8 +331,9 @@ class SlowLink(Link):
         self.peak_bytes = 0
         """Of the device's memory that was given out at once."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        worker = threading.Thread(target=_work, args=(self._jobs,), daemon=True)
+        worker.start()
+        weakref.finalize(self, _stop, worker, self._jobs)
 
     def host_memory(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8)
@@ -400,6 +401,13 @@ class SlowLink(Link):
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
+
+
+def _stop(worker: threading.Thread, jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    jobs.put(None)
+    # At exit, a thread that is still within torch would take the process down with it.
+    if worker is not threading.current_thread():
+        worker.join()
 
 
 def open_link(name: str) -> Link:

@@ -1,0 +1,490 @@
+"""Modules that do not fit: what runs is what was planned, and gives what the module gives."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from placewright.backends.pytorch.modules import units_of
+from placewright.backends.pytorch.offload.homes import Home
+from placewright.backends.pytorch.offload.links import SlowLink
+from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
+from placewright.backends.pytorch.offload.runtime import offload
+from placewright.backends.pytorch.offload.window import Route, Source, Window, arrange
+from placewright.errors import PlacementError
+
+DEVICE = "cpu:1"
+FAST = 1e9
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        made = x + self.dropout(self.down(torch.relu(self.up(x))))
+        return made if scale is None else made * scale
+
+
+class Stack(nn.Module):
+    _no_split_modules = ("Block", "LSTM")
+
+    def __init__(self, depth: int = 6, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.head(x)
+
+
+def plan_for(
+    model: nn.Module, ways: Mapping[str, str], *, slots: float = 2, shapes: Sequence[Shape] = ()
+) -> OffloadPlan:
+    """`ways`: unit -> for each shape `s` (its weights travel) or `c` (the host computes)."""
+    shapes = shapes or (Shape(name="all", rows=8),)
+    units, largest = [], 0
+    for path in units_of(model, None).order:
+        module = dict(model.named_modules()).get(path)
+        tensors = (
+            [dict(model.named_parameters())[path]]
+            if module is None
+            else list({id(t): t for t in [*module.parameters(), *module.buffers()]}.values())
+        )
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        way = ways.get(path, "")
+        on = {s.name: HOST if w == "c" else DEVICE for s, w in zip(shapes, way, strict=False)}
+        units.append(
+            UnitPlan(
+                path=path, size=size, home=HOST if way else DEVICE,
+                computed_on=on or {s.name: DEVICE for s in shapes},
+            )
+        )  # fmt: skip
+        if "s" in way:
+            largest = max(largest, size + 512 * len(tensors))
+    return OffloadPlan(
+        model=type(model).__name__, device=DEVICE, units=tuple(units), shapes=tuple(shapes),
+        window_bytes=int(slots * largest),
+    )  # fmt: skip
+
+
+def stack_and_plan(ways: str = "_sscsc", **settings: Any) -> tuple[Stack, Stack, OffloadPlan]:
+    """A model, another like it, and a plan: `_` stays."""
+    torch.manual_seed(0)
+    model = Stack(len(ways), **settings)
+    named = {f"blocks.{n}": way for n, way in enumerate(ways) if way != "_"}
+    return model, copy.deepcopy(model), plan_for(model, named)
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", ["______", "ssssss", "cccccc", "_sscsc", "cs_cs_"])
+def test_outputs_are_those_of_the_module(ways: str) -> None:
+    model, other, plan = stack_and_plan(ways)
+    placed = offload(model, plan, SlowLink(FAST))
+    for size in (8, 3, 8):
+        x = torch.randn(size, 16)
+        with torch.no_grad():
+            torch.testing.assert_close(placed(x), other(x))
+
+
+def test_parameters_keep_their_names_and_values() -> None:
+    model, other, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST))
+    assert isinstance(placed, Stack)
+    with torch.no_grad():
+        placed(torch.randn(8, 16))
+    state, before = placed.state_dict(), other.state_dict()
+    assert list(state) == list(before)
+    assert all(torch.equal(state[name], before[name]) for name in before)
+    assert {id(p) for p in placed.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_weights_that_are_loaded_or_written_to_are_used_from_then_on() -> None:
+    model, other, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST))
+    x = torch.randn(8, 16)
+    with torch.no_grad():
+        placed(x)
+        for tensor in other.parameters():
+            tensor.mul_(1.5)
+        placed.load_state_dict(other.state_dict())
+        torch.testing.assert_close(placed(x), other(x))
+        for one, two in zip(placed.parameters(), other.parameters(), strict=True):
+            one.add_(0.1)
+            two.add_(0.1)
+        torch.testing.assert_close(placed(x), other(x))
+
+
+def test_restored_it_is_the_module_that_it_was() -> None:
+    model, other, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST))
+    x = torch.randn(8, 16)
+    assert placed.restore() is model
+    torch.testing.assert_close(model(x), other(x))
+    with pytest.raises(PlacementError, match="was restored"):
+        placed(x)
+
+
+def test_another_plan_can_follow() -> None:
+    model, other, plan = stack_and_plan("_sscsc")
+    placed = offload(model, plan, SlowLink(FAST))
+    x = torch.randn(8, 16)
+    for ways in ("s__cs_", "cccccc", "______", "ssssss"):
+        named = {f"blocks.{n}": way for n, way in enumerate(ways) if way != "_"}
+        placed.offload.use(plan_for(other, named))
+        with torch.no_grad():
+            torch.testing.assert_close(placed(x), other(x))
+            torch.testing.assert_close(placed(x), other(x))
+
+
+def test_who_computes_may_differ_from_shape_to_shape() -> None:
+    model, other, _ = stack_and_plan()
+    shapes = (Shape(name="many", rows=64), Shape(name="one", rows=1))
+    ways = {f"blocks.{n}": way for n, way in enumerate(("ss", "sc", "ss", "sc", "sc"))}
+    plan = plan_for(other, ways, shapes=shapes)
+    link = SlowLink(FAST)
+    placed = offload(model, plan, link)
+    with torch.no_grad():
+        for rows in (60, 1, 1, 2, 100, 1):
+            x = torch.randn(rows, 16)
+            torch.testing.assert_close(placed(x), other(x))
+
+
+def test_the_buffer_is_as_large_as_planned_and_all_there_is() -> None:
+    model, _, plan = stack_and_plan("ssssss")
+    link = SlowLink(FAST)
+    placed = offload(model, plan, link)
+    with torch.no_grad():
+        for _ in range(3):
+            placed(torch.randn(8, 16))
+    assert link.peak_bytes == plan.window_bytes < plan.host_bytes / 2
+
+
+def test_weights_travel_once_in_each_pass_and_ahead_of_use() -> None:
+    model, _, plan = stack_and_plan("s_ss_s")
+    link = _Noting(FAST)
+    placed = offload(model, plan, link)
+    with torch.no_grad():
+        placed(torch.randn(8, 16))
+        link.finish()
+        first = len(link.copied)
+        placed(torch.randn(8, 16))
+        link.finish()
+    # Two slots: all four of a pass, and the first two of the next one already.
+    assert first == 6
+    assert len(link.copied) == 10
+    # When the first is waited for, the second is on its way.
+    assert link.queued_at_waits[0] == 2
+
+
+class _Noting(SlowLink):
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__(bytes_per_second)
+        self.queued = 0
+        self.queued_at_waits: list[int] = []
+
+    def copy(self, pairs: Any, after: Any) -> Any:
+        self.queued += 1
+        return super().copy(pairs, after)
+
+    def wait(self, mark: Any) -> None:
+        self.queued_at_waits.append(self.queued)
+        super().wait(mark)
+
+
+def test_a_recurrent_module_travels() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.LSTM(8, 8), nn.LSTM(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.second(self.first(x)[0])[0]
+            return y
+
+    model = Recurrent()
+    other = copy.deepcopy(model)
+    placed = offload(model, plan_for(model, {"first": "s", "second": "s"}), SlowLink(FAST))
+    x = torch.randn(5, 2, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(placed(x), other(x))
+    placed(x).sum().backward()
+    other(x).sum().backward()
+    for one, two in zip(placed.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_tied_weights_live_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(10, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(self.body(self.embed(ids)))
+            return y
+
+    model = Tied()
+    other = copy.deepcopy(model)
+    plan = plan_for(model, {"embed": "c", "head": "s", "body": "s"})
+    placed = offload(model, plan, SlowLink(FAST))
+    ids = torch.arange(8)
+    with torch.no_grad():
+        torch.testing.assert_close(placed(ids), other(ids))
+    assert placed.head.weight is placed.embed.weight
+    with pytest.raises(PlacementError, match=r"head\.weight is tied .* two homes: cpu:1 and cpu"):
+        offload(Tied(), plan_for(model, {"head": "s"}), SlowLink(FAST))
+
+
+# --- captured units -------------------------------------------------------------------------------
+
+
+def test_units_are_captured_and_follow_their_inputs() -> None:
+    model, other, plan = stack_and_plan("_s_s__")
+    placed = offload(model, plan, SlowLink(FAST))
+    scale = torch.full((16,), 0.5)
+    with torch.no_grad():
+        for n in range(6):
+            x = torch.randn(2, 16)
+            scale = scale if n % 2 else torch.rand(16)
+            torch.testing.assert_close(placed(x, scale), other(x, scale))
+            scale.mul_(1.1)
+            torch.testing.assert_close(placed(x, scale), other(x, scale))
+    assert placed.offload.graphs.count >= 7
+
+
+def test_outputs_that_somebody_holds_do_not_change() -> None:
+    model, other, plan = stack_and_plan("_s_s__")
+    placed = offload(model, plan, SlowLink(FAST))
+    xs = [torch.randn(2, 16) for _ in range(8)]
+    with torch.no_grad():
+        kept = [placed(x) for x in xs]
+        part = placed(xs[0])[:, :2]
+        placed(xs[1])
+        placed(xs[2])
+        for x, y in zip(xs, kept, strict=True):
+            torch.testing.assert_close(y, other(x))
+        torch.testing.assert_close(part, other(xs[0])[:, :2])
+    assert placed.offload.graphs.count
+
+
+def test_a_unit_that_writes_to_its_input_is_not_captured() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.ReLU(inplace=True)
+            self.c = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.c(self.b(self.a(x)))
+            return y
+
+    model = Writes()
+    other = copy.deepcopy(model)
+    placed = offload(model, plan_for(model, {"a": "s", "c": "s"}), SlowLink(FAST))
+    with torch.no_grad():
+        for _ in range(8):
+            x = torch.randn(2, 4)
+            torch.testing.assert_close(placed(x), other(x))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_steps_are_those_of_the_module(optimizer: Any, frozen: bool) -> None:
+    model, other, plan = stack_and_plan("_sscsc")
+    for each in (model, other):
+        if frozen:
+            each.blocks[1].requires_grad_(False)
+            each.blocks[3].up.weight.requires_grad_(False)
+    placed = offload(model, plan, SlowLink(FAST))
+    ours = optimizer(placed.parameters(), lr=0.01)
+    theirs = optimizer(other.parameters(), lr=0.01)
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        for module, update in ((placed, ours), (other, theirs)):
+            update.zero_grad()
+            module(x).square().mean().backward()
+            update.step()
+    for one, two in zip(placed.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+    assert all(p.grad is None for p in placed.parameters() if not p.requires_grad)
+
+
+def test_dropout_is_the_same_backwards() -> None:
+    model, other, plan = stack_and_plan("ssss", dropout=0.5)
+    placed = offload(model, plan, SlowLink(FAST))
+    x = torch.randn(8, 16)
+    for module in (placed, other):
+        torch.manual_seed(7)
+        module(x).square().mean().backward()
+    for one, two in zip(placed.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+def test_a_unit_that_moves_its_own_weights_is_named() -> None:
+    class Moves(Block):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            self.up.weight.data = self.up.weight.data.clone()
+            return super().forward(x, scale)
+
+    for way in "sc":
+        model, _, plan = stack_and_plan(f"__{way}_")
+        model.blocks[2].__class__ = Moves
+        placed = offload(model, plan, SlowLink(FAST))
+        with (
+            torch.no_grad(),
+            pytest.raises(PlacementError, match=r"blocks\.2 moved its own weights .*up\.weight"),
+        ):
+            placed(torch.randn(8, 16))
+
+
+def test_a_buffer_that_is_written_to_must_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    placed = offload(model, plan_for(model, {"1": "s"}), SlowLink(FAST))
+    with torch.no_grad(), pytest.raises(PlacementError, match="1 writes to its buffer"):
+        placed(torch.randn(8, 4))
+
+
+def test_a_placed_module_is_not_moved_or_copied() -> None:
+    model, _, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST))
+    with pytest.raises(PlacementError, match=r"call restore\(\) first"):
+        placed.half()
+    with pytest.raises(PlacementError, match="cannot be copied"):
+        copy.deepcopy(placed)
+
+
+def test_a_plan_that_does_not_hold_together_is_refused() -> None:
+    model, _, plan = stack_and_plan()
+    with pytest.raises(PlacementError, match="the plan is for a Stack, and this is a Linear"):
+        offload(nn.Linear(2, 2), plan, SlowLink(FAST))
+    with pytest.raises(PlacementError, match=r"no place for 'blocks\.6"):
+        offload(Stack(8), plan, SlowLink(FAST))
+    with pytest.raises(PlacementError, match="travels and has .* the buffer for that is 10 B"):
+        OffloadPlan(**{**vars(plan), "window_bytes": 10})
+    document = plan.to_json()
+    assert OffloadPlan.from_json(document) == plan
+    with pytest.raises(PlacementError, match="malformed plan"):
+        OffloadPlan.from_json({**document, "units": [{"path": "blocks.0"}]}, where="p.json")
+
+
+def test_system_refuses_to_lock_memory() -> None:
+    model, other, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST, pins=False))
+    assert not placed.offload.link.pinned
+    with torch.no_grad():
+        torch.testing.assert_close(placed(torch.ones(2, 16)), other(torch.ones(2, 16)))
+
+
+# --- the buffer ----------------------------------------------------------------------------------
+
+
+class _Numbers(Source):
+    def __init__(self, size: int, number: int) -> None:
+        self.memory = torch.full((size,), number, dtype=torch.uint8)
+
+    def size(self) -> int:
+        return self.memory.numel()
+
+    def version(self) -> int:
+        return self.memory._version
+
+    def pairs(self, region: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        return [(region, self.memory)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_is_asked_for_in_whatever_order_is_there(seed: int) -> None:
+    draw = random.Random(seed)
+    sources = {f"u{n}": _Numbers(draw.choice([512, 1024, 700, 4096]), n) for n in range(9)}
+    names = list(sources)
+    window = Window(SlowLink(1e8), 4096 + draw.choice([0, 512, 3000]), sources)
+    for _ in range(12):
+        order = draw.sample(names, draw.randint(1, 9))
+        if draw.random() < 0.3:
+            order = [*order, *order[::-1]]
+        sizes = {name: sources[name].size() for name in order}
+        route = Route(order=tuple(order), starts=arrange(sizes, window.memory.numel()))
+        for _ in range(draw.randint(1, 3)):
+            window.follow(route)
+            for name in _with_surprises(order, names, draw):
+                if draw.random() < 0.1:
+                    sources[name].memory.add_(16)
+                region = window.take(name)
+                assert torch.equal(region, sources[name].memory), name
+                window.give_back(name)
+
+
+def _with_surprises(order: list[str], names: list[str], draw: random.Random) -> Iterator[str]:
+    for name in order:
+        if draw.random() < 0.9:
+            yield name
+        if draw.random() < 0.1:
+            yield draw.choice(names)
+
+
+def test_regions_lie_within_the_buffer() -> None:
+    sizes = {"a": 600, "b": 500, "c": 1024, "d": 10}
+    assert arrange(sizes, 2048) == {"a": 0, "b": 1024, "c": 0, "d": 1024}
+
+
+def test_a_home_gives_what_it_was_given() -> None:
+    tensors = {"a": nn.Parameter(torch.randn(3, 5)), "b": nn.Parameter(torch.empty(0, 2)),
+               "c": nn.Parameter(torch.randn(7).to(torch.bfloat16), requires_grad=False)}  # fmt: skip
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    home = Home("u", tensors, {})
+    home.to_host(SlowLink())
+    assert all(torch.equal(tensors[n], before[n]) for n in before)
+    assert home.block is not None
+    assert tensors["c"].data_ptr() == home.block.data_ptr() + 512
+    home.to_device(torch.device("cpu"))
+    assert all(torch.equal(tensors[n], before[n]) for n in before)
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=5, vocab_size=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate_works(llama: Any, cache: str | None) -> None:
+    ways = {f"model.layers.{n}": way for n, way in enumerate(["ss", "sc", "sc", "ss"])}
+    shapes = (Shape(name="prefill", rows=8), Shape(name="decode", rows=1))
+    plan = plan_for(llama, ways | {"model.embed_tokens": "cc"}, shapes=shapes)
+    placed = offload(copy.deepcopy(llama), plan, SlowLink(FAST))
+    ids = torch.randint(0, 64, (1, 8))
+    settings = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache,
+                "pad_token_id": 0}  # fmt: skip
+    expected = llama.generate(ids, **settings)
+    for _ in range(2):
+        assert torch.equal(placed.generate(ids, **settings), expected)
+    assert (placed.offload.graphs.count > 5) == (cache == "static")
