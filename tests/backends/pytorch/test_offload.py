@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from placewright.backends.pytorch.modules import units_of
-from placewright.backends.pytorch.offload.homes import Home
+from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
 from placewright.backends.pytorch.offload.runtime import offload
@@ -453,11 +453,11 @@ def test_a_home_gives_what_it_was_given() -> None:
                "c": nn.Parameter(torch.randn(7).to(torch.bfloat16), requires_grad=False)}  # fmt: skip
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     home = Home("u", tensors, {})
-    home.to_host(SlowLink())
+    home.to_host(Blocks(SlowLink()))
     assert all(torch.equal(tensors[n], before[n]) for n in before)
     assert home.block is not None
     assert tensors["c"].data_ptr() == home.block.data_ptr() + 512
-    home.to_device(torch.device("cpu"))
+    home.to_device(torch.device("cpu"), Blocks(SlowLink()))
     assert all(torch.equal(tensors[n], before[n]) for n in before)
 
 

@@ -51,6 +51,22 @@ class Layout:
         return Layout(pieces, at)
 
 
+class Blocks:
+    """Memory of the host, page-locked where the system allows. What is given back is kept for who
+    asks next: locking takes longer than copying."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._spare: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        spare = self._spare.get(size)
+        return spare.pop() if spare else self._link.host_memory(size)
+
+    def give_back(self, block: torch.Tensor) -> None:
+        self._spare.setdefault(block.numel(), []).append(block)
+
+
 class Home(Source):
     """The tensors that a unit computes with, each of them once, and where they live."""
 
@@ -73,20 +89,22 @@ class Home(Source):
     def owned(self) -> list[str]:
         return [name for name in self.tensors if name not in self._borrowed]
 
-    def to_host(self, link: Link) -> None:
+    def to_host(self, blocks: Blocks) -> None:
         """Moves what it owns into a block; the memory that it was in is free then."""
         if self.block is None:
             own = {name: self.tensors[name] for name in self.owned}
             layout = Layout.of(own)
-            self.block = link.host_memory(layout.size)
+            self.block = blocks.take(layout.size)
             for name, piece in layout.pieces.items():
                 self._put(name, piece.view(self.block))
 
-    def to_device(self, device: torch.device) -> None:
+    def to_device(self, device: torch.device, blocks: Blocks) -> None:
         for name in self.owned:
             old = self.tensors[name].data
             if self.block is not None or old.device != device:
                 self._put(name, torch.empty_like(old, device=device))
+        if self.block is not None:
+            blocks.give_back(self.block)
         self.block = None
         self.values = {name: self.tensors[name].data for name in self.owned}
 

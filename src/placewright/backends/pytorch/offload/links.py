@@ -26,6 +26,9 @@ from placewright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+_cuda: Any = torch.cuda
+"""Much of it has no types."""
+
 Mark = Any
 """A point in the order of what a device was asked to do; it passes when all before it is done."""
 
@@ -100,10 +103,11 @@ class CudaLink(Link):
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index or 0)
-        with torch.cuda.device(self.device):
-            self._copies = torch.cuda.Stream(self.device)
+        with _cuda.device(self.device):
+            self._copies = _cuda.Stream(self.device)
         self._mailbox = _Mailbox(self.device)
         self._pool: Any = None
+        self._capturing: Any = None
         self._timers: list[tuple[Any, Any, Callable[[float], None]]] = []
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -125,30 +129,30 @@ class CudaLink(Link):
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Sequence[Mark]
     ) -> Mark:
         stream = self._copies
-        with torch.cuda.stream(stream):
+        with _cuda.stream(stream):
             for mark in after:
                 stream.wait_event(mark)
             for target, source in pairs:
                 for start in range(0, target.numel(), _CHUNK):
                     part = slice(start, start + _CHUNK)
                     target[part].copy_(source[part], non_blocking=True)
-            done = torch.cuda.Event()
+            done = _cuda.Event()
             done.record(stream)
         return done
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = _cuda.Event()
+        event.record(_cuda.current_stream(self.device))
         return event
 
     def wait(self, mark: Mark) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+        _cuda.current_stream(self.device).wait_event(mark)
 
     def to_host(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sent = [self._mailbox.send(value) for value in values]
         # A mark of its own: to wait for the whole device would be to wait for weights, too.
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = _cuda.Event()
+        event.record(_cuda.current_stream(self.device))
         event.synchronize()
         # The mailbox is used again; what was read from it is not its own copy yet.
         return [self._mailbox.read(place) for place in sent]
@@ -157,35 +161,37 @@ class CudaLink(Link):
         return self._mailbox.post(value)
 
     def finish(self) -> None:
-        torch.cuda.synchronize(self.device)
+        _cuda.synchronize(self.device)
         for begun, ended, into in self._timers:
             into(begun.elapsed_time(ended) / 1e3)
         self._timers.clear()
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         # Graphs of units run one after another on one stream, so that they can share their
-        # temporary memory; `torch.cuda.graph` would also collect garbage for each of them.
-        graph = torch.cuda.CUDAGraph()
+        # temporary memory; `_cuda.graph` would also collect garbage for each of them.
+        graph = _cuda.CUDAGraph()
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self.device)
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(stream):
+            self._pool = _cuda.graph_pool_handle()
+            # One for all: libraries take memory for each stream that they work on.
+            self._capturing = _cuda.Stream(self.device)
+        stream = self._capturing
+        _cuda.synchronize(self.device)
+        with _cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        _cuda.current_stream(self.device).wait_stream(stream)
         graph.replay()
         return graph.replay, outputs
 
     @contextlib.contextmanager
     def timed(self, into: Callable[[float], None]) -> Iterator[None]:
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record(torch.cuda.current_stream(self.device))
+        begun, ended = (_cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(_cuda.current_stream(self.device))
         yield
-        ended.record(torch.cuda.current_stream(self.device))
+        ended.record(_cuda.current_stream(self.device))
         self._timers.append((begun, ended, into))
 
 
@@ -197,7 +203,7 @@ class _Pages(mmap.mmap):
     def __del__(self) -> None:
         if self.locked_at:
             with contextlib.suppress(Exception):  # the driver may be gone before, at exit
-                torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+                _cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 def _locked_memory(size: int) -> tuple[torch.Tensor, str]:
@@ -212,7 +218,7 @@ def _locked_memory(size: int) -> tuple[torch.Tensor, str]:
     # Writing to each page makes it exist; all cores do so at once, which the driver would not.
     flat = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     try:
-        code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0))
+        code = int(_cuda.cudart().cudaHostRegister(flat.data_ptr(), size, 0))
     except RuntimeError as fault:
         return flat, str(fault).splitlines()[0]
     if code:
@@ -247,7 +253,7 @@ class _Mailbox:
         host.view(torch.int32)[:256] = torch.arange(256, dtype=torch.int32)
         back = torch.add(seen[:256], 0)
         torch.add(back, 1, out=seen[256:512])
-        torch.cuda.synchronize(self._device)
+        _cuda.synchronize(self._device)
         works = seen.data_ptr() == host.data_ptr() and bool(
             (host.view(torch.int32)[256:512] == torch.arange(1, 257)).all()
         )
@@ -281,7 +287,8 @@ class _Mailbox:
         return found.view(value.dtype).view(value.shape), None
 
     def read(self, sent: Any) -> torch.Tensor:
-        return sent[0].clone() if isinstance(sent, tuple) else sent
+        found: torch.Tensor = sent[0].clone() if isinstance(sent, tuple) else sent
+        return found
 
     def post(self, value: torch.Tensor) -> torch.Tensor:
         value = value.detach().contiguous()
@@ -292,8 +299,8 @@ class _Mailbox:
         size = value.numel() * value.element_size()
         self._of(self._host, slot, size).copy_(value.view(-1).view(torch.uint8))
         words = torch.add(self._of(self._seen, slot, size), 0)
-        self._read[slot] = torch.cuda.Event()
-        self._read[slot].record(torch.cuda.current_stream(self._device))
+        self._read[slot] = _cuda.Event()
+        self._read[slot].record(_cuda.current_stream(self._device))
         return words.view(torch.uint8).view(value.dtype).view(value.shape)
 
 
@@ -417,9 +424,9 @@ def open_link(name: str) -> Link:
         return SlowLink(float("inf"))
     if device.type != "cuda":
         raise PlacementError(f"weights travel to CUDA devices, not to {name}")
-    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+    if not _cuda.is_available() or (device.index or 0) >= _cuda.device_count():
         raise PlacementError(
             f"this machine has no {name}; torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()} CUDA devices"
+            f"{_cuda.device_count()} CUDA devices"
         )
     return CudaLink(device)

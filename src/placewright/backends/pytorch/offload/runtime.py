@@ -28,7 +28,7 @@ from placewright.backends.pytorch.offload.activations import (
     move_caches,
 )
 from placewright.backends.pytorch.offload.graphs import Graphs
-from placewright.backends.pytorch.offload.homes import Home
+from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import Link, open_link
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, UnitPlan
 from placewright.backends.pytorch.offload.values import tensors_in
@@ -78,6 +78,7 @@ class Offloaded:
         self.captures = True
         """Whether units are captured as graphs."""
         self._exchange = Exchange(link)
+        self._blocks = Blocks(link)
         self.units = _units(model, plan)
         self._shape = plan.shapes[0].name
         self._followed_by: dict[str, str] = {}
@@ -85,6 +86,8 @@ class Offloaded:
         self._timings: Timings | None = None
         self._first_inputs: str | None = None
         self._restored = False
+        self.empty_buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+        """Buffers that had no values."""
         self._move()
         self.window = Window(link, plan.window_bytes, {u.path: u.home for u in self._travellers()})
         self._routes = self._make_routes()
@@ -120,7 +123,8 @@ class Offloaded:
         self.graphs.forget()
         self.window = Window(self.link, 0, {})
         for unit in self.units.values():
-            unit.home.to_device(target)
+            unit.home.to_device(target, self._blocks)
+        self._blocks = Blocks(self.link)
         self._restored = True
         return self.model
 
@@ -132,9 +136,9 @@ class Offloaded:
         ordered = sorted(self.units.values(), key=lambda unit: unit.plan.home != HOST)
         for unit in ordered:
             if unit.plan.home == HOST:
-                unit.home.to_host(self.link)
+                unit.home.to_host(self._blocks)
             else:
-                unit.home.to_device(self.link.device)
+                unit.home.to_device(self.link.device, self._blocks)
 
     def _travellers(self) -> list[_Unit]:
         return [unit for unit in self.units.values() if unit.plan.home == HOST]
