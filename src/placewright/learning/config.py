@@ -152,7 +152,7 @@ class LearnerConfig:
     remeasure: int | None = None
     """How many of the best placements known are tried once more after each update, where they are
     so close to each other that `noise` may decide which is the best: what was tried least first.
-    None: 2 with `noise`, and 0 without."""
+    None: 1 with `noise`, and 0 without."""
 
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local
@@ -225,7 +225,7 @@ def resolved(
       what is found by estimates is as good as the estimates are, so few placements are tried until
       there are better ones; 0 where a trial takes seconds and its time is taken for exact.
     - `samples` is 16; 4 where polishing is done on estimates, for the same reason.
-    - `remeasure` is 2 where times are noisy, and 0 elsewhere.
+    - `remeasure` is 1 where times are noisy, and 0 elsewhere.
     """
     if config.noise is not None:
         noise = config.noise
@@ -245,7 +245,7 @@ def resolved(
         samples = 4 if noise and polish else 16
     remeasure = config.remeasure
     if remeasure is None:
-        remeasure = 2 if noise and config.elites else 0
+        remeasure = 1 if noise and config.elites else 0
     values = {entry.name: getattr(config, entry.name) for entry in fields(LearnerConfig)}
     values |= {"noise": noise, "polish": polish, "warm_start": warm_start, "samples": samples}
     values["remeasure"] = remeasure

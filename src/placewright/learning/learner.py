@@ -34,8 +34,8 @@ from placewright.placers.local_search import LocalSearch
 from placewright.problem import Problem
 
 _MOST_RUNS = 4
-"""So often at most a placement is tried, where it is tried again: the error of the mean is halved by
-then, and the final compares the best side by side."""
+"""So often at most a placement is tried, where it is tried again: the error of the mean is halved
+by then, and the final compares the best side by side."""
 
 _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
@@ -58,12 +58,14 @@ class Learner(Placer):
         teachers: Sequence[Placer] = (),
         polisher: LocalSearch | None = None,
         previous: Learner | None = None,
+        on_gpu: bool = True,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
         `teachers` are asked for placements to begin with, unless the search tells of some.
         `polisher` is the local search that it polishes with, if not one of its own. `previous` is
         the learner of the same placements under other costs, to go on with: what was learned of the
-        graph holds under these as well, and times do not."""
+        graph holds under these as well, and times do not. `on_gpu`: the policy computes on a GPU if
+        there is one, which must not be where placements are measured."""
         super().__init__(problem)
         self.name = name
         self.config = config = resolved(config)
@@ -77,7 +79,7 @@ class Learner(Placer):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(seed)
                     policy = Policy.for_problems(config.policy, [problem])
-            if torch.cuda.is_available():
+            if on_gpu and torch.cuda.is_available():
                 policy = policy.cuda()
             updater = Updater(policy, config)
         else:

@@ -66,14 +66,14 @@ class LocalSearchConfig:
     """Standard deviation of the logarithm of a time over trials of the same placement. A change for
     the better that may be no more than that is tried again before it is taken. 0: times are
     exact."""
-    most_runs: int = 4
+    most_runs: int = 3
     """With noise: how often a placement is tried until its mean decides."""
-    sure: float = 2.0
+    sure: float = 1.0
     """With noise: by how many standard deviations of their difference two means have to differ to
     be taken for different."""
 
 
-MEASURED = LocalSearchConfig(chains=3, cycle=60, elites=8, season=0)
+MEASURED = LocalSearchConfig(chains=2, cycle=60, elites=8, season=0)
 """Where a trial takes a second and not a millisecond: a few hundred are too few for many chains,
 and for starts from scratch."""
 
@@ -222,7 +222,7 @@ class LocalSearch(Placer):
                     self._doubtful[name] = _Doubt(known, camp, asked.change)
                 else:
                     self._answer(asked.change, known)
-        if self._doubtful:
+        if self.config.noise:
             self._ask_again()
         for camp in self._camps() if news else ():
             camp.ranked = []
@@ -256,9 +256,6 @@ class LocalSearch(Placer):
             starts = self._mixed()
         if self.config.season:
             self._away = _Camp(deque(starts))
-        elif self.config.noise:
-            # No camp of their own, but a few trials: contiguous parts are good ones to begin with.
-            self._home.starts += self._moves.plain_placements()
 
     def _mixed(self) -> list[IndexArray]:
         return [self._moves.mixed_placement() for _ in range(self._num_elites)]
