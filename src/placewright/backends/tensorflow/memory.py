@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from placewright.backends.tensorflow.lean import import_tensorflow
 from placewright.units import format_bytes
 
 _DEVICE = "CPU:0"
@@ -33,8 +34,7 @@ def too_much(device: str, peak: int, limit: int) -> str:
 
 def forget() -> int | None:
     """Counts anew, once what was there before is gone."""
-    import tensorflow as tf
-
+    tf = import_tensorflow()
     until = time.monotonic() + _SETTLE_SECONDS
     while (found := _info()) and found["current"] and time.monotonic() < until:
         time.sleep(0.01)
@@ -45,8 +45,7 @@ def forget() -> int | None:
 
 
 def _info() -> dict[str, int] | None:
-    import tensorflow as tf
-
+    tf = import_tensorflow()
     try:
         found: dict[str, int] = tf.config.experimental.get_memory_info(_DEVICE)
         return found
