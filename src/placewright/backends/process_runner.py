@@ -93,7 +93,7 @@ class ProcessRunner(ABC):
         """Whether these last words say that a process did not get its port."""
         return False
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> None:  # noqa: B027 most need nothing
         """Called before each run, when all processes are there."""
 
     def _out_of_memory(self) -> str:
