@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch import nn
 
+import placewright.torch as pt
 from placewright.backends.pytorch.modules import units_of
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
+from placewright.backends.pytorch.offload.planner import Limits, Planner
+from placewright.backends.pytorch.offload.recording import record
 from placewright.backends.pytorch.offload.runtime import offload
+from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
 from placewright.backends.pytorch.offload.window import Route, Source, Window, arrange
-from placewright.errors import PlacementError
+from placewright.errors import ModelError, PlacementError, SearchError
 
 DEVICE = "cpu:1"
 FAST = 1e9
@@ -30,7 +40,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        made = x + self.dropout(self.down(torch.relu(self.up(x))))
+        made: torch.Tensor = x + self.dropout(self.down(torch.relu(self.up(x))))
         return made if scale is None else made * scale
 
 
@@ -45,7 +55,8 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         for block in self.blocks:
             x = block(x, scale)
-        return self.head(x)
+        y: torch.Tensor = self.head(x)
+        return y
 
 
 def plan_for(
@@ -309,6 +320,7 @@ def test_a_unit_that_writes_to_its_input_is_not_captured() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_training_steps_are_those_of_the_module(optimizer: Any, frozen: bool) -> None:
     model, other, plan = stack_and_plan("_sscsc")
+    each: Any
     for each in (model, other):
         if frozen:
             each.blocks[1].requires_grad_(False)
@@ -375,12 +387,12 @@ def test_a_placed_module_is_not_moved_or_copied() -> None:
 
 
 def test_a_plan_that_does_not_hold_together_is_refused() -> None:
-    model, _, plan = stack_and_plan()
+    _, _, plan = stack_and_plan()
     with pytest.raises(PlacementError, match="the plan is for a Stack, and this is a Linear"):
         offload(nn.Linear(2, 2), plan, SlowLink(FAST))
     with pytest.raises(PlacementError, match=r"no place for 'blocks\.6"):
         offload(Stack(8), plan, SlowLink(FAST))
-    with pytest.raises(PlacementError, match="travels and has .* the buffer for that is 10 B"):
+    with pytest.raises(PlacementError, match=r"travels and has .* the buffer for that is 10 B"):
         OffloadPlan(**{**vars(plan), "window_bytes": 10})
     document = plan.to_json()
     assert OffloadPlan.from_json(document) == plan
@@ -449,8 +461,11 @@ def test_regions_lie_within_the_buffer() -> None:
 
 
 def test_a_home_gives_what_it_was_given() -> None:
-    tensors = {"a": nn.Parameter(torch.randn(3, 5)), "b": nn.Parameter(torch.empty(0, 2)),
-               "c": nn.Parameter(torch.randn(7).to(torch.bfloat16), requires_grad=False)}  # fmt: skip
+    tensors = {
+        "a": nn.Parameter(torch.randn(3, 5)),
+        "b": nn.Parameter(torch.empty(0, 2)),
+        "c": nn.Parameter(torch.randn(7).to(torch.bfloat16), requires_grad=False),
+    }
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     home = Home("u", tensors, {})
     home.to_host(Blocks(SlowLink()))
@@ -488,3 +503,279 @@ def test_generate_works(llama: Any, cache: str | None) -> None:
     for _ in range(2):
         assert torch.equal(placed.generate(ids, **settings), expected)
     assert (placed.offload.graphs.count > 5) == (cache == "static")
+
+
+# --- planning ------------------------------------------------------------------------------------
+
+
+WORKLOAD = pt.Workload(
+    calls={
+        "many": pt.Call(inputs=pt.Inputs((torch.zeros(64, 16),))),
+        "one": pt.Call(inputs=pt.Inputs((torch.zeros(1, 16),)), weight=8.0),
+    }
+)
+
+
+def planner_of(
+    model: nn.Module,
+    share: float,
+    *,
+    link: float,
+    host: float,
+    host_bytes: int = 10**12,
+    **more: Any,
+) -> Planner:
+    """For a device that does a unit at once, a host that takes `host` seconds for a block's weights
+    times the rows of a call, and a link that takes `link` seconds for them."""
+    recorded = record(model, WORKLOAD)
+    size = sum(unit.own_size for unit in recorded.units)
+    block = max(unit.size for unit in recorded.units)
+    of = {
+        call: {
+            unit.path: UnitCost(
+                device_seconds=1e-6,
+                host_seconds=host * unit.size / block * recorded.rows[call],
+            )
+            for unit in recorded.units
+        }
+        for call in WORKLOAD.calls
+    }
+    return Planner(
+        recorded=recorded,
+        weights={name: call.weight for name, call in WORKLOAD.calls.items()},
+        limits=Limits(
+            device=DEVICE,
+            device_bytes=int(size * share) + max(recorded.between_bytes.values()),
+            **{"host_bytes": 10**12, **more},
+        ),
+        costs=Costs(of=of, link_bytes_per_second=block / link, copy_latency_seconds=0,
+                    hop_seconds=0),
+    )  # fmt: skip
+
+
+def test_a_mix_is_found_where_it_is_best() -> None:
+    planner = planner_of(Stack(16), 0.6, link=1.0, host=1.0)
+    plan: Any = planner.search(20)
+    one = plan.shape("one")
+    off = [unit for unit in plan.units if unit.home == HOST]
+    assert plan.resident_bytes + plan.window_bytes + plan.working_bytes <= plan.memory_bytes
+    # One row: link and host are as fast, and work side by side. Many rows: the host is too slow.
+    assert len(plan.travelling("one")) in range(len(off) // 2 - 1, len(off) // 2 + 2)
+    assert len(plan.travelling("many")) >= len(off) - 1
+    assert one.seconds < 0.65 * len(off)
+    for shape in plan.shapes:
+        assert shape.floor_seconds <= shape.seconds + 1e-9
+
+
+@pytest.mark.parametrize(("link", "host"), [(100.0, 0.01), (0.01, 100.0)])
+def test_pure_plans_are_found_where_they_are_best(link: float, host: float) -> None:
+    plan = planner_of(Stack(12), 0.5, link=link, host=host).search(20)
+    by_host = {u.path for u in plan.units if u.computed_on["one"] == HOST}
+    if link > host:
+        assert not plan.travelling("one")
+        assert not plan.window_bytes
+    else:
+        assert not by_host
+        assert plan.travelling("one")
+
+
+def test_a_module_that_fits_stays() -> None:
+    plan = planner_of(Stack(6), 1.5, link=1.0, host=1.0).search(20)
+    assert not plan.host_bytes
+    assert not plan.window_bytes
+
+
+def test_no_plan_is_faster_than_the_floor() -> None:
+    planner = planner_of(Stack(8), 0.5, link=1.0, host=0.7)
+    floors = {call: planner.floor_seconds(call) for call in WORKLOAD.calls}
+    choices = [choice for choice in planner.by_rule() if planner.fits(choice)]
+    assert len(choices) > 3
+    for choice in choices:
+        for call, floor in floors.items():
+            assert planner.seconds(choice, call) >= floor - 1e-9
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    plans = [planner_of(Stack(10), 0.5, link=1.0, host=0.6).search(60, seed=3) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_too_little_memory_is_said_with_numbers() -> None:
+    with pytest.raises(SearchError, match=r"does not fit however .* cpu:1 would have to hold .*B"):
+        planner_of(Stack(6), 0.01, link=1.0, host=1.0, reserved_bytes=10**6)
+    with pytest.raises(SearchError, match=r"would have to live on the host, which may give 100 B"):
+        planner_of(Stack(6), 0.5, link=1.0, host=1.0, host_bytes=100)
+    with pytest.raises(SearchError, match=r"keep='blocks\.9' is no unit of Stack"):
+        planner_of(Stack(6), 0.5, link=1.0, host=1.0, keep=("blocks.9",))
+
+
+def test_a_limit_below_a_unit_and_a_buffer_lets_nothing_travel() -> None:
+    plan = planner_of(Stack(6), 0.1, link=0.01, host=1.0).search(10)
+    largest = max(plan.units, key=lambda unit: unit.size)
+    assert largest.home == HOST
+    assert set(largest.computed_on.values()) == {HOST}
+    assert any("no room for a buffer" in note for note in plan.notes)
+
+
+def test_units_that_are_kept_stay() -> None:
+    planner = planner_of(Stack(6), 0.5, link=1.0, host=1.0, keep=("blocks.2", "blocks.4"))
+    homes = {unit.path: unit.home for unit in planner.search(10).units}
+    assert homes["blocks.2"] == homes["blocks.4"] == DEVICE
+
+
+def test_the_timeline_adds_up() -> None:
+    def took(ways: str, slots: int, host: float = 1.0, **more: Any) -> float:
+        copies = [
+            Copy(seconds=1.0, start=(n % slots) * 10, stop=(n % slots) * 10 + 10)
+            for n in range(ways.count("s"))
+        ]
+        numbers = iter(range(len(copies)))
+        steps = [
+            Step(seconds=host if w == "c" else 0.1, on_host=w == "c",
+                 copy=next(numbers) if w == "s" else -1)
+            for w in ways
+        ]  # fmt: skip
+        return pass_seconds(steps, copies, **more)
+
+    assert took("____", 1) == pytest.approx(0.4)
+    assert took("cccc", 1) == pytest.approx(4.0)
+    # One slot: a copy waits for the unit before it. Two: the link never waits.
+    assert took("ssss", 1) == pytest.approx(4.4)
+    assert took("ssss", 2) == pytest.approx(4.0)
+    # Copies beside what the host computes.
+    assert took("scsc", 2) == pytest.approx(2.2)
+    assert took("ssss____", 2) == pytest.approx(4.0, abs=0.45)
+    assert took("scscscsc", 2) == pytest.approx(4.4)
+    assert took("scscscsc", 2, host_slowdown=1.5) > 5
+    assert took("sccccs", 2, copy_slowdown=2.0) == pytest.approx(4.2)
+    # A buffer that holds all that travels is filled once.
+    assert took("ss", 2) == pytest.approx(0.2)
+
+
+def test_a_recording_sees_work_caches_and_memory(llama: Any) -> None:
+    recorded = record(llama, pt.generation(prompt=8, new=24))
+    units = {unit.path: unit for unit in recorded.units}
+    layer = units["model.layers.2"]
+    weights = sum(p.numel() for p in llama.model.layers[2].parameters() if p.dim() > 1)
+    assert layer.of["decode"].flops == pytest.approx(2 * weights, rel=0.2)
+    assert layer.of["prefill"].flops == pytest.approx(8 * 2 * weights, rel=0.2)
+    # Keys and values of 32 tokens, 2 heads of 8 numbers of 4 bytes.
+    assert layer.cache_bytes == 32 * 2 * 2 * 8 * 4
+    assert units["model.embed_tokens"].of["decode"].read_bytes < 200
+    assert recorded.rows == {"prefill": 8, "decode": 1}
+    assert len({unit.kind for unit in recorded.units if "layers" in unit.path}) == 1
+
+
+def test_measuring_gives_a_plan_that_runs(llama: Any) -> None:
+    model = copy.deepcopy(llama)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    workload = pt.generation(prompt=8, new=4, static_cache=True)
+    working = pt.plan_offload(model, workload, memory={DEVICE: "1GB"}).plan.working_bytes
+    planned = pt.plan_offload(model, workload, memory={DEVICE: int(0.6 * size) + working})
+    assert planned.plan.host_bytes
+    placed = planned.apply(model, evaluate="measure", link=SlowLink(1e8))
+    plan: Any = placed.offload.plan
+    assert plan.source == "measured"
+    assert plan.resident_bytes + plan.window_bytes + plan.working_bytes <= plan.memory_bytes
+    assert planned.planner.costs.link_bytes_per_second < 2e8
+    assert "measured; the floor is" in "\n".join(plan.describe())
+    ids = torch.randint(0, 64, (1, 8))
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(placed.generate(ids, **settings), llama.generate(ids, **settings))
+
+
+def test_a_module_is_offloaded_in_one_call() -> None:
+    torch.manual_seed(0)
+    model = Stack(8, width=64)
+    other = copy.deepcopy(model)
+    x = torch.randn(4, 64)
+    placed = pt.offload(model, x, memory={DEVICE: "200kB", "cpu": "1GB"})
+    assert placed.offload.plan.host_bytes
+    with torch.no_grad():
+        torch.testing.assert_close(placed(x), other(x))
+    with pytest.raises(PlacementError, match=r"one device may give .* not cuda:0, cuda:1"):
+        pt.offload(model, x, memory={"cuda:0": 1, "cuda:1": 1})
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def saved(llama: Any, path: Path, **settings: Any) -> Path:
+    llama.save_pretrained(path, **settings)
+    return path
+
+
+@pytest.mark.parametrize("shards", ["10GB", "40kB"])
+def test_weights_are_read_to_their_homes(llama: Any, tmp_path: Path, shards: str) -> None:
+    path = saved(llama, tmp_path, max_shard_size=shards)
+    assert (len(list(path.glob("*.safetensors"))) > 1) == (shards == "40kB")
+    with torch.device("meta"):
+        empty = type(llama)(llama.config).eval()
+    size = sum(p.numel() * p.element_size() for p in empty.parameters())
+    workload = pt.generation(prompt=8, new=4)
+    working = pt.plan_offload(empty, workload, memory={DEVICE: "1GB"}).plan.working_bytes
+    planned = pt.plan_offload(empty, workload, memory={DEVICE: int(0.6 * size) + working})
+    assert planned.plan.host_bytes
+    assert planned.plan.resident_bytes
+    with pytest.raises(PlacementError, match="has no values; give checkpoint="):
+        planned.apply(empty)
+    placed = planned.apply(empty, checkpoint=path)
+    before, after = llama.state_dict(), placed.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    ids = torch.randint(0, 64, (1, 8))
+    with torch.no_grad():
+        torch.testing.assert_close(placed(ids).logits, llama(ids).logits)
+
+
+def test_a_checkpoint_that_does_not_fit_the_module_is_refused(llama: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, _, plan = stack_and_plan()
+    placed = offload(model, plan, SlowLink(FAST))
+    state = {name: tensor.clone() for name, tensor in placed.state_dict().items()}
+    good, bad = tmp_path / "good.safetensors", tmp_path / "bad.safetensors"
+    save_file({name: tensor.to(torch.float64) for name, tensor in state.items()}, good)
+    pt.load_checkpoint(placed, good)
+    assert all(torch.equal(tensor, state[n]) for n, tensor in placed.state_dict().items())
+    save_file({n: t for n, t in state.items() if n != "head.bias"}, bad)
+    with pytest.raises(ModelError, match=r"bad\.safetensors: has no 'head\.bias'"):
+        pt.load_checkpoint(placed, bad)
+    save_file(state | {"head.bias": torch.zeros(5)}, bad)
+    with pytest.raises(ModelError, match=r"'head\.bias' has the shape \[5\], .* \[4\]"):
+        pt.load_checkpoint(placed, bad)
+    bad.write_bytes(good.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="lies outside the file"):
+        pt.load_checkpoint(placed, bad)
+    bad.write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match="not a safetensors file"):
+        pt.load_checkpoint(placed, bad)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
+    with pytest.raises(ModelError, match=r"names the file '\.\./b', which is not beside it"):
+        pt.load_checkpoint(placed, tmp_path)
+
+
+def test_loading_takes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    script = f"""
+import resource, torch
+from torch import nn
+import placewright.torch as pt
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def make(): return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+with torch.device("meta"): model = make()
+x = torch.zeros(1, 2048)
+planned = pt.plan_offload(model, x, memory={{"cpu:1": "60MB"}})
+torch.zeros(1 << 20).sum()
+before = peak()
+placed = planned.apply(model, checkpoint={str(tmp_path / "m.safetensors")!r})
+print(peak() - before, sum(p.numel() * 4 for p in model.parameters()))
+"""
+    state = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).state_dict()
+    save_file(state, tmp_path / "m.safetensors")
+    found = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    )
+    grown, size = map(int, found.stdout.split()[-2:])
+    assert size > 200_000_000
+    assert grown < 1.3 * size

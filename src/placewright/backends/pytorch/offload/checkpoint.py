@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def load_checkpoint(placed: Any, path: str | Path) -> None:
     offloaded.changed()
 
 
-def _read(file: IO[bytes], stored: _Stored, target: torch.Tensor) -> None:
+def _read(file: BufferedReader, stored: _Stored, target: torch.Tensor) -> None:
     file.seek(stored.offset)
     if target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
         _fill(file, target.view(-1).view(torch.uint8), stored)
@@ -102,9 +103,10 @@ def _read(file: IO[bytes], stored: _Stored, target: torch.Tensor) -> None:
         target.copy_(flat.view(target.shape))
 
 
-def _fill(file: IO[bytes], target: torch.Tensor, stored: _Stored) -> None:
+def _fill(file: BufferedReader, target: torch.Tensor, stored: _Stored) -> None:
     if target.numel():
-        read = file.readinto(memoryview(target.numpy()))  # type: ignore[attr-defined]
+        buffer: Any = target.numpy()
+        read = file.readinto(buffer)
         if read != target.numel():
             raise ModelError(f"{stored.path}: ends before its tensors do; is it truncated?")
 
@@ -140,7 +142,7 @@ def _stored(path: Path) -> dict[str, _Stored]:
         if index.is_file():
             return _stored(index)
         if not files:
-            raise ModelError(f"{path}: holds no .safetensors file; pickled checkpoints are not read")
+            raise ModelError(f"{path}: holds no .safetensors file; pickled files are not read")
         return {name: found for file in files for name, found in _header(file).items()}
     if path.name.endswith(".json"):
         document = read_json(path, ModelError, what="index of a checkpoint")

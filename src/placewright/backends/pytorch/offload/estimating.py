@@ -33,7 +33,9 @@ def estimated_costs(
                 input_bytes=work.input_bytes,
                 output_bytes=work.output_bytes,
             )
-    return Costs(of=of, link_bytes_per_second=1 / max(per_byte, 1e-15), copy_latency_seconds=latency)
+    return Costs(
+        of=of, link_bytes_per_second=1 / max(per_byte, 1e-15), copy_latency_seconds=latency
+    )
 
 
 def _seconds(work: Work, kind: DeviceKind, launch: float, narrow: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape
+from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan
 from placewright.backends.pytorch.offload.planner import Choice, Planner
 from placewright.backends.pytorch.offload.runtime import Offloaded
 from placewright.backends.pytorch.offload.shapes import Workload, real_inputs
@@ -31,6 +31,8 @@ _LONG_SECONDS = 1.0
 """A pass that the host computes alone is not run for its own sake where it takes longer."""
 _MOST_SLOWDOWN = 2.5
 _SPARE_TOKENS = 128
+_PROBE_BYTES = 16 * 2**20
+"""That are copied to take the speed of the link where there is no buffer."""
 
 
 class Caller:
@@ -161,7 +163,9 @@ class Refinement:
         took = self._measure(choice)
         between = {}
         for call in planner.weights:
-            if took[call] > planner.seconds(choice, call) and planner.plan(choice).on_host(call):
+            plan = planner.plan(choice)
+            both = plan.on_host(call) and plan.travelling(call)
+            if both and took[call] > planner.seconds(choice, call):
                 low, high = costs.copy_slowdown, _MOST_SLOWDOWN
                 for _ in range(12):
                     middle = (low + high) / 2
@@ -220,11 +224,13 @@ class Refinement:
             if unit.home.block is not None and unit.home.block.numel()
         ]  # fmt: skip
         block = max(blocks, key=lambda b: b.numel(), default=None)
-        room = offloaded.window.memory.numel()
-        if block is None or not room:
+        if block is None:
             return None
-        size = min(block.numel(), room)
-        pairs = [(offloaded.window.memory[:size], block[:size])]
+        room = offloaded.window.memory
+        if not room.numel():
+            room = offloaded.link.device_memory(min(block.numel(), _PROBE_BYTES))
+        size = min(block.numel(), room.numel())
+        pairs = [(room[:size], block[:size])]
         offloaded.window.forget()
         offloaded.link.copy(pairs, [])
         offloaded.link.finish()
@@ -290,7 +296,7 @@ class Refinement:
 
     def _neighbours(self, found: Choice) -> list[dict[str, frozenset[str]]]:
         planner = self.planner
-        away = [u for u in planner.away(found)]
+        away = planner.away(found)
         ways: list[dict[str, frozenset[str]]] = []
         for change in (1, -1):
             way = {}
@@ -335,8 +341,3 @@ def refine(
     if not hasattr(placed, "offload"):
         raise PlacementError("only a placed module can be measured; apply its plan first")
     return Refinement(placed, planner, workload, time.monotonic() + seconds).run()
-
-
-def with_measured(plan: OffloadPlan, seconds: Mapping[str, float]) -> tuple[Shape, ...]:
-    """The shapes of a plan with the seconds of whole passes as they were run."""
-    return tuple(replace(s, seconds=seconds.get(s.name, s.seconds)) for s in plan.shapes)

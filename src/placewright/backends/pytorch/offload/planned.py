@@ -113,5 +113,3 @@ def plan_offload(
     planner = Planner(recorded=recorded, weights=weights, limits=limits, costs=costs)
     plan = planner.search(seconds, seed)
     return PlannedOffload(plan=plan, planner=planner, workload=work)
-
-

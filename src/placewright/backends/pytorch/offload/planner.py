@@ -185,6 +185,10 @@ class Planner:
             self._seen[key] = known
         return known
 
+    def _rank(self, choice: Choice) -> tuple[float, int]:
+        # A buffer that is large enough for all that travels is no better than a home.
+        return float(f"{self.total(choice):.6g}"), choice.window_bytes
+
     def floor_seconds(self, call: str) -> float:
         """No plan within the limits is faster: the link brings what it can while units compute,
         what it brings and what lives there the device computes, and the host the rest; parts of
@@ -230,7 +234,7 @@ class Planner:
 
     def best(self, seconds: float, seed: int) -> Choice:
         stop = time.monotonic() + seconds
-        found = sorted((c for c in self.by_rule() if self.fits(c)), key=self.total)
+        found = sorted((c for c in self.by_rule() if self.fits(c)), key=self._rank)
         if not found:
             raise SearchError(
                 f"no plan for {self.recorded.model} fits into "
@@ -241,7 +245,7 @@ class Planner:
         results = []
         for start in found[:3]:
             results.append(self._improved(start, draw, stop, moves=400))
-        return min(results, key=self.total)
+        return min(results, key=self._rank)
 
     def by_rule(self) -> Iterator[Choice]:
         """Plans to begin with: for several sizes of the buffer, as much at home as fits, what
@@ -278,8 +282,11 @@ class Planner:
         # Calls share the homes and the buffer only, so that each has its own best.
         chosen = {}
         for call, ways in options.items():
-            best = min(ways, key=lambda way: self.seconds(Choice(at_home, {call: way}, window), call))
-            chosen[call] = best
+            tried = (Choice(at_home, {call: way}, window) for way in ways)
+            trials = [(self.seconds(choice, call), choice.by_host[call]) for choice in tried]
+            chosen[call] = min(trials, key=lambda trial: trial[0])[1]
+        if window and all(chosen[call].issuperset(off) for call in chosen):
+            return  # nothing travels, so that the buffer is for nothing
         yield Choice(at_home, chosen, window)
         everything = frozenset(off)
         if not window:
@@ -324,8 +331,13 @@ class Planner:
             for members in _evenly(alike, count):
                 stay.update(u.path for u in members)
                 room -= sum(u.own_size for u in members)
-        off = [u.path for u in movable if u.path not in stay]
-        return None if room < 0 else off
+        for _, alike in sorted(by_density.items(), reverse=True):
+            for members in alike:  # what is left may be enough for smaller ones
+                size = sum(u.own_size for u in members)
+                if members[0].path not in stay and size <= room:
+                    stay.update(u.path for u in members)
+                    room -= size
+        return None if room < 0 else [u.path for u in movable if u.path not in stay]
 
     def _gain_of_staying(self, unit: UnitWork, may_travel: bool) -> float:
         total = 0.0
@@ -453,12 +465,12 @@ class Planner:
         for call in self.weights:
             cost = self.costs.of[call].get(largest.path)
             if cost is not None:
-                travel = largest.size / self.costs.link_bytes_per_second
+                travel = format_seconds(largest.size / self.costs.link_bytes_per_second)
+                by_host, by_device = map(format_seconds, (cost.host_seconds, cost.device_seconds))
                 yield (
                     f"{call}: for {largest.path} ({format_bytes(largest.size)}) the link takes "
-                    f"{format_seconds(travel)}, the host's cores {format_seconds(cost.host_seconds)}"
-                    f" and {self.limits.device} {format_seconds(cost.device_seconds)}; the link and "
-                    "the cores work side by side"
+                    f"{travel}, the host's cores {by_host} and {self.limits.device} {by_device}; "
+                    "link and cores work side by side"
                 )
 
 

@@ -79,11 +79,11 @@ class Recorded:
     """By call: the most that is held at once, over all units and what is between them."""
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts ops and live bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops = 0
         self.moved = 0
         self.live = 0
@@ -114,8 +114,7 @@ class _Watch(TorchDispatchMode):
             self.moved += sum(
                 leaf.numel() * leaf.element_size()
                 for leaf in pytree.tree_leaves((args, kwargs))
-                if isinstance(leaf, torch.Tensor)
-                and leaf.untyped_storage()._cdata not in self.own
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.own
             )
         return result
 
@@ -313,9 +312,7 @@ def _unit_works(
 
 
 def _kind(module: Any, tensors: Mapping[str, torch.Tensor], path: str) -> str:
-    shapes = [
-        f"{name.removeprefix(path)}{list(t.shape)}{t.dtype}" for name, t in tensors.items()
-    ]
+    shapes = [f"{name.removeprefix(path)}{list(t.shape)}{t.dtype}" for name, t in tensors.items()]
     return f"{type(module).__name__}({'; '.join(shapes)})" if shapes else path
 
 

@@ -332,7 +332,8 @@ def offload(model: torch.nn.Module, plan: OffloadPlan, link: Link | None = None)
             unit.module = modules[unit.path]
             _wrap(unit.module, functools.partial(offloaded.call, unit))
     _wrap(placed, offloaded.run)
-    placed.__class__ = _class_of(type(placed))
+    kind: Any = type(placed)
+    placed.__class__ = _class_of(kind)
     placed.__dict__["offload"] = offloaded
     # What transformers looks at before it compiles a model for generation, which it must not here.
     if hasattr(placed, "generation_config"):
@@ -379,7 +380,7 @@ class OffloadedModule(torch.nn.Module):
 
 
 @functools.cache
-def _class_of(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def _class_of(kind: Any) -> Any:
     made = type(kind.__name__, (OffloadedModule, kind), {"__module__": kind.__module__})
     made.__qualname__ = kind.__qualname__
     return made

@@ -51,7 +51,9 @@ def call(
         if isinstance(tensor, torch.nn.Parameter)
     }
     job = _Job(runtime, unit, forward, args, kwargs, tuple(parameters))
-    made = _Travelling.apply(job, *job.inputs, *parameters.values())
+    made: Any = _Travelling.apply(  # type: ignore[no-untyped-call]
+        job, *job.inputs, *parameters.values()
+    )
     leaves = iter(made)
     return map_tensors(job.outputs, lambda _: next(leaves))
 
@@ -95,7 +97,7 @@ class _Job:
             torch.set_rng_state(self._random[0])
             for device, state in zip(self._devices, self._random[1], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            contexts = [
+            contexts: list[Any] = [
                 torch.autocast(kind, dtype=dtype, enabled=on)
                 for kind, (on, dtype) in self._autocast.items()
             ]
@@ -157,9 +159,13 @@ class _Travelling(torch.autograd.Function):
             )
             by_tensor = {id(t): gradient for t, gradient in zip(of, found, strict=True)}
             # To their homes, where they are added to what is there and the update will be.
-            going = [t for t in leaves.values() if by_tensor.get(id(t)) is not None]
-            arrived = job.runtime.link.to_host([by_tensor[id(t)] for t in going])
-            by_tensor.update({id(t): g for t, g in zip(going, arrived, strict=True)})
+            going = {
+                id(t): gradient
+                for t in leaves.values()
+                if (gradient := by_tensor.get(id(t))) is not None
+            }
+            arrived = job.runtime.link.to_host(list(going.values()))
+            by_tensor.update(zip(going, arrived, strict=True))
         return None, *(by_tensor.get(id(t)) for t in (*inputs, *leaves.values()))
 
 

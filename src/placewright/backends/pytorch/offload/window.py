@@ -172,9 +172,9 @@ class Window:
         order = self._route.order
         if unit in order:
             self._next = (order.index(unit, self._at(unit)) + 1) % len(order)
-        region = self._waited_for(unit)
-        assert region is not None, unit
-        return region
+        found = self._waited_for(unit)
+        assert found is not None, unit
+        return found
 
     def _at(self, unit: str) -> int:
         """Where to look for a unit in the route: after what was queued last, if it comes there."""
