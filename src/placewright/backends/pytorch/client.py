@@ -21,7 +21,7 @@ from placewright.backends.processes import read_all, serve
 from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.execution import Execution, Moment, Opened, Prepared
 from placewright.backends.pytorch.lanes import OverLimitError
-from placewright.backends.pytorch.places import places_of
+from placewright.backends.pytorch.places import Place
 from placewright.backends.pytorch.steps import Call, Ref, Source, Step
 from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.works import Learned, learn, works_of
@@ -39,8 +39,8 @@ class Client:
         torch.backends.cuda.matmul.allow_tf32 = self._settings["tf32"]
         torch.backends.cudnn.allow_tf32 = self._settings["tf32"]
         torch.backends.cudnn.benchmark = self._settings["cudnn_benchmark"]
-        places = greeting["places"]
-        self._opened = Opened(places_of(places["names"], places["memory"], places["parts_of"]))
+        self._opened = Opened([Place(**place) for place in greeting["places"]])
+        self._direct: Sequence[Sequence[bool]] = greeting["direct"]
         self._on_gpu = bool(self._opened.gpus)
         step = Step.from_json(json.loads(read_all(greeting["step"])))
         given = _tensors(step, read_all(greeting["weights"]), read_all(greeting["feeds"]))
@@ -101,7 +101,8 @@ class Client:
         if request["check"] or not self._checked:
             self._check(execution)
             self._checked = True
-            answer["misplaced"] = []  # every call was made where it was put
+        if request["check"]:
+            answer["misplaced"] = []  # every call is made where it is put, or fails
         if train:
             results.append(execution.results())
         timed = [0.0]
@@ -134,7 +135,7 @@ class Client:
         return answer
 
     def _execution(self, devices: Sequence[int], traced: bool = False) -> Execution:
-        return executed(self._prepared, self._opened, devices, self._settings, traced)
+        return executed(self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced)
 
     def _check(self, execution: Execution) -> None:
         """The results are those of the step without a placement, within rounding."""
@@ -221,7 +222,7 @@ class Client:
         return found
 
     def _chain_seconds(self, prepared: Prepared, places: Sequence[int]) -> float:
-        execution = executed(prepared, self._opened, places, self._settings)
+        execution = executed(prepared, self._opened, places, self._direct, self._settings["capture"])
         for _ in range(2):
             execution.step()
         return statistics.median(execution.step() for _ in range(7))
@@ -235,7 +236,7 @@ def prepare(
     seed: int = 0,
 ) -> Prepared:
     """Puts the sources where all runs on the first GPU, or on the CPU, and runs it once there."""
-    device = opened.gpus[0].device if opened.gpus else torch.device("cpu")
+    device = torch.device(opened.gpus[0].device if opened.gpus else "cpu")
     works = works_of(step)
     values = Values(step, given, seed)
     with torch.no_grad(), _seeded():
@@ -252,14 +253,13 @@ def executed(
     prepared: Prepared,
     opened: Opened,
     devices: Sequence[int],
-    settings: Mapping[str, Any],
+    direct: Sequence[Sequence[bool]],
+    capture: bool,
     traced: bool = False,
 ) -> Execution:
     """A placement, captured where that is wanted and there is something to capture."""
-    execution = Execution(
-        prepared, opened, devices, through_host=settings["through_host"], traced=traced
-    )
-    if settings["capture"] and execution.on_gpu:
+    execution = Execution(prepared, opened, devices, direct=direct, traced=traced)
+    if capture and execution.on_gpu:
         execution.capture()
     return execution
 

@@ -120,15 +120,19 @@ class Execution:
         opened: Opened,
         place_of_op: Sequence[int],
         *,
-        through_host: bool,
+        direct: Sequence[Sequence[bool]],
         traced: bool = False,
     ) -> None:
-        """Raises `OverLimitError` where the weights alone are too large for a place."""
+        """Raises `OverLimitError` where the weights alone are too large for a place.
+
+        `direct` says for each two places whether GPUs there copy to each other, and not through the
+        host.
+        """
         self._of = prepared
         self._opened = opened
         self._places = opened.places
         self._place_of_op = place_of_op
-        self._through_host = through_host
+        self._direct = direct
         self._traced = traced
         self.routes = find_routes(
             prepared.step, prepared.works, prepared.learned, opened.places, place_of_op
@@ -145,6 +149,13 @@ class Execution:
         self._changed = {
             *(update.parameter for update in prepared.step.updates),
             *(write.source for write in prepared.step.writes),
+        }
+        self._busy_places = {place_of_op[work.op] for work in prepared.works}
+        self._busy_places |= {number for number in self.routes.home if number >= 0}
+        self._busy_workers = {
+            number: worker
+            for number, worker in opened.workers.items()
+            if number in self._busy_places
         }
         self._put_sources()
         self._make_channels()
@@ -169,7 +180,7 @@ class Execution:
         for source in self._of.step.sources:
             home = self.routes.home[source.value]
             self._env[home][source.value] = self._of.values.on(
-                self._places[home].device, source.value
+                self._places[home].torch_device, source.value
             )
 
     def _make_channels(self) -> None:
@@ -187,7 +198,7 @@ class Execution:
             others = [self._places[t] for t in targets if self._places[t].pool != source.pool]
             to_gpu = any(place.on_gpu for place in others)
             to_cpu = any(not place.on_gpu for place in others)
-            if source.on_gpu and (to_cpu or (to_gpu and self._through_host)):
+            if source.on_gpu and any(self._through_host(source, place) for place in others):
                 self._pin(value)
                 if to_cpu:
                     self._flag[value] = len(self._flag)
@@ -214,6 +225,11 @@ class Execution:
         else:
             self._ticks = {}
 
+    def _through_host(self, source: Place, target: Place) -> bool:
+        return not (
+            source.on_gpu and target.on_gpu and self._direct[source.number][target.number]
+        )
+
     def _pin(self, value: int) -> None:
         form = self._of.learned.forms[value]
         assert form is not None, "only tensors travel"
@@ -224,7 +240,7 @@ class Execution:
         for update in self._of.step.updates:
             by_place.setdefault(self._place_of_op[update.op], []).append(update)
         return {
-            number: (updates, self._of.values.updater(self._places[number].device, updates))
+            number: (updates, self._of.values.updater(self._places[number].torch_device, updates))
             for number, updates in by_place.items()
         }
 
@@ -258,25 +274,25 @@ class Execution:
 
         self._step(launch)
 
-    @property
-    def captured(self) -> bool:
-        return self._graph is not None
+    def step(self) -> float:
+        """A step, and the seconds it took: by the GPU's own clock where that has all the work,
+        otherwise by ours, from when it is begun until everything is done."""
+        if self._graph is None or self._busy_workers:
+            began = time.perf_counter()
+            (self.run if self._graph is None else self.replay)()
+            return time.perf_counter() - began
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        main = self._opened.hardware.streams[MAIN]
+        begin.record(main)
+        self.replay()
+        end.record(main)
+        end.synchronize()
+        return float(1e-3 * begin.elapsed_time(end))
 
     @property
-    def replay_stream(self) -> Any:
-        """Where `replay` goes, for those who time it by events."""
-        return self._opened.hardware.streams[MAIN]
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether a thread of the CPU has work in the step."""
-        return any(
-            not place.on_gpu and place.number in self._busy_places for place in self._places
-        )
-
-    @property
-    def _busy_places(self) -> set[int]:
-        return {self._place_of_op[work.op] for work in self._of.works} | set(self.routes.home)
+    def on_gpu(self) -> bool:
+        """Whether a GPU has work in the step."""
+        return any(self._places[number].on_gpu for number in self._busy_places)
 
     def results(self) -> list[torch.Tensor]:
         """What the last step returned."""
@@ -288,16 +304,12 @@ class Execution:
         self._stop.clear()
         self._cpu_moments.clear()
         self._began = time.perf_counter()
-        workers = {
-            number: worker
-            for number, worker in self._opened.workers.items()
-            if number in self._busy_places
-        }
+        workers = self._busy_workers
         for number, worker in workers.items():
             worker.start(lambda number=number: self._on_cpu(number))  # type: ignore[misc]
         fault: BaseException | None = None
         try:
-            if self._opened.gpus:
+            if self.on_gpu:
                 start_gpus()
                 torch.cuda.synchronize()
         except BaseException as caught:
@@ -334,7 +346,7 @@ class Execution:
                         env[value] = self._take_on_cpu(value, number)
                         live += routes.owned_bytes.get((place.pool, value), 0)
                 began = time.perf_counter()
-                made = make_call(work, env, place.device)
+                made = make_call(work, env, place.torch_device)
                 store(work, made, env)
                 del made
                 if self._traced:
@@ -542,7 +554,7 @@ class _Issue:
                 self.ledger.hold(place.pool, size)
                 self._owner[place.pool, value] = lane
         began = self._time(lane)
-        made = make_call(work, env, place.device)
+        made = make_call(work, env, place.torch_device)
         store(work, made, env)
         if began is not None:
             self._x._gpu_moments.append((work.op, number, began, self._time(lane), -1, -1))
@@ -606,9 +618,10 @@ class _Issue:
         lane = self._opened.lane(place.number, ARRIVE)
         form = self._forms[value]
         assert form is not None, "only tensors travel"
-        pinned = self._x._pinned.get(value)
-        since = self._on_host.get(value)
-        if since is None and home.on_gpu:
+        pinned, since = None, None
+        if self._x._through_host(home, place):
+            pinned, since = self._x._pinned[value], self._on_host.get(value)
+        else:
             since = self._made(value, home)
         if since is not None:
             self._wait(lane, since)

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from placewright.backends.processes import share_cores
+from placewright.chips import PART, parse
+from placewright.cluster import Cluster
 from placewright.errors import WorkerError
-
-_NAME = re.compile(r"(?:gpu|cuda):(\d+)(?:/(stream|part):(\d+))?|cpu:(\d+)")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -30,8 +29,8 @@ class Place:
     number: int
     """Of the device in its cluster."""
     name: str
-    device: torch.device
-    """Where its tensors are."""
+    device: str
+    """Where its tensors are: torch's name of it."""
     pool: int
     """Places with the same number share their memory: the streams of a GPU do."""
     memory_bytes: int
@@ -44,59 +43,49 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
+        return self.device != "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
 
 
-def places_of(
-    names: Sequence[str], memory_bytes: Sequence[int], multiprocessors: Sequence[int] = ()
-) -> tuple[Place, ...]:
-    """The devices of a cluster by their names. Touches no device.
+def places_of(cluster: Cluster) -> tuple[Place, ...]:
+    """The devices of a cluster. Touches none of them.
 
-    Raises `WorkerError` for a name that is none of this machine's kinds.
+    Raises `WorkerError` for what is not a CPU or an NVIDIA GPU.
     """
-    matches = [_NAME.fullmatch(name) for name in names]
-    for name, match in zip(names, matches, strict=True):
-        if match is None:
+    cpus = [number for number, device in enumerate(cluster.devices) if device.type == "cpu"]
+    cores = dict(zip(cpus, _shares_of_cores(len(cpus), cluster.num_devices), strict=True))
+    places = []
+    for number, device in enumerate(cluster.devices):
+        match = re.fullmatch(r"(cpu|gpu):(\d+)", device.chip)
+        if match is None or match[1] != device.type:
             raise WorkerError(
-                f"device {name!r} cannot be measured on; torch runs on cpu:0, gpu:0, gpu:0/stream:0 "
-                "and gpu:0/part:0"
+                f"device {device.name!r} cannot be measured on; torch runs on cpu:0, gpu:0, "
+                "gpu:0/stream:0 and gpu:0/part:0"
             )
-    gpus = any(match is not None and match[4] is None for match in matches)
-    cpus = [number for number, match in enumerate(matches) if match is not None and match[4]]
-    cores = dict(zip(cpus, _cores_of(len(cpus), gpus), strict=True))
-    places: list[Place] = []
-    for number, (name, match) in enumerate(zip(names, matches, strict=True)):
-        assert match is not None
-        gpu, kind, index, cpu = match.groups()
-        stream_pool = next(
-            (p.pool for p in places if kind == "stream" and _gpu_of_stream(p) == gpu), number
-        )
         places.append(
             Place(
                 number=number,
-                name=name,
-                device=torch.device("cpu") if cpu else torch.device("cuda", int(gpu)),
-                pool=stream_pool,
-                memory_bytes=memory_bytes[number],
+                name=device.name,
+                device=f"cuda:{match[2]}" if match[1] == "gpu" else "cpu",
+                pool=int(cluster.pool_of_device[number]),
+                memory_bytes=int(cluster.pool_bytes[number]),
                 cores=tuple(cores.get(number, ())),
-                part=int(index) if kind == "part" else None,
-                multiprocessors=multiprocessors[number] if multiprocessors else 0,
+                part=parse(device.name).number if device.sharing == PART else None,
+                multiprocessors=device.kind.sms if device.sharing == PART else 0,
             )
         )
     return tuple(places)
 
 
-def _gpu_of_stream(place: Place) -> str:
-    match = _NAME.fullmatch(place.name)
-    return match[1] if match is not None and match[2] == "stream" else ""
-
-
-def _cores_of(cpus: int, gpus: bool) -> list[list[int]]:
+def _shares_of_cores(cpus: int, devices: int) -> list[list[int]]:
     """Equal shares; beside GPUs one core is left to the thread that issues their work."""
     if not cpus:
         return []
     shares = share_cores(cpus)
-    if gpus and len(shares[-1]) > 2:
+    if devices > cpus and len(shares[0]) > 2:
         shares[0] = shares[0][1:]
     return shares
 
@@ -129,18 +118,19 @@ def open_gpus(places: Sequence[Place]) -> OpenedGpus:
     opened = OpenedGpus()
     for place in places:
         if place.on_gpu and place.part is None:
-            with torch.cuda.device(place.device):
+            with torch.cuda.device(place.torch_device):
                 opened.streams[place.number] = Streams(
-                    compute=torch.cuda.Stream(place.device),
-                    arrive=torch.cuda.Stream(place.device),
-                    leave=torch.cuda.Stream(place.device),
+                    compute=torch.cuda.Stream(place.torch_device),
+                    arrive=torch.cuda.Stream(place.torch_device),
+                    leave=torch.cuda.Stream(place.torch_device),
                 )
-    for device in dict.fromkeys(p.device for p in places if p.part is not None):
-        _open_parts([p for p in places if p.device == device and p.part is not None], opened)
+    parts = [place for place in places if place.part is not None]
+    for device in dict.fromkeys(place.torch_device for place in parts):
+        _open_parts(device, [p for p in parts if p.torch_device == device], opened)
     return opened
 
 
-def _open_parts(places: Sequence[Place], opened: OpenedGpus) -> None:
+def _open_parts(device: torch.device, places: Sequence[Place], opened: OpenedGpus) -> None:
     """Green contexts: each has some multiprocessors of the GPU, no two the same."""
     try:
         from cuda.bindings import driver
@@ -148,7 +138,6 @@ def _open_parts(places: Sequence[Place], opened: OpenedGpus) -> None:
         raise WorkerError(
             "parts of a GPU need the package cuda-bindings (pip install 'placewright[nvidia]')"
         ) from None
-    device = places[0].device
     torch.zeros(1, device=device)  # the GPU's own context
     number = _checked(driver.cuDeviceGet(device.index))
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM

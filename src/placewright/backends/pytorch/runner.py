@@ -6,7 +6,7 @@ import io
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,29 +14,11 @@ import numpy as np
 from placewright.backends.base import Array, Program, RunConfig
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
+from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.places import places_of
 from placewright.backends.pytorch.program import TorchProgram
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchRunConfig(RunConfig):
-    """Settings of real runs of PyTorch models."""
-
-    capture: bool = True
-    """Capture the work of the GPUs as one CUDA graph, so that what Python takes to issue it is not
-    timed. Without, every step is issued op by op."""
-    through_host: bool = True
-    """What GPUs, or parts of one, send each other goes through pinned memory of the host; otherwise
-    it is copied directly. Streams of one GPU share its memory either way."""
-    tf32: bool = True
-    """Let products of float32 matrices use tensor cores."""
-    cudnn_benchmark: bool = False
-    """Let cuDNN try its algorithms, on the whole GPU."""
-    tolerance: float = 0.02
-    """How far results may differ from those of the step without a placement, relative to the
-    largest of them; the order of sums differs between devices."""
 
 
 class TorchRunner(ProcessRunner):
@@ -63,9 +45,7 @@ class TorchRunner(ProcessRunner):
                 + (program.why_no_step or "it could not be exported as one graph")
             )
         super().__init__(program, cluster, config, feeds)
-        self._multiprocessors = [0] * cluster.num_devices
-        self._memory = [device.memory_bytes for device in cluster.devices]
-        self.places = places_of(cluster.device_names, self._memory, self._multiprocessors)
+        self.places = places_of(cluster)
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """With chains of real tensors that go to and fro."""
@@ -98,16 +78,16 @@ class TorchRunner(ProcessRunner):
         weights = {name: tensor.contiguous() for name, tensor in self.program.weights().items()}
         settings: dict[str, Any] = {
             name: getattr(self.config, name)
-            for name in ("capture", "through_host", "tf32", "cudnn_benchmark", "tolerance", "seed")
+            for name in ("tf32", "cudnn_benchmark", "tolerance", "seed")
         }
+        capture = self.config.capture
+        settings["capture"] = self.cluster.issue != "host" if capture is None else capture
+        devices = range(self.cluster.num_devices)
         return Child(
             "placewright.backends.pytorch.client",
             {
-                "places": {
-                    "names": list(self.cluster.device_names),
-                    "memory": self._memory,
-                    "parts_of": self._multiprocessors,
-                },
+                "places": [asdict(place) for place in self.places],
+                "direct": [[self.cluster.direct(a, b) for b in devices] for a in devices],
                 "ops": list(self.program.graph.op_names),
                 "resident_bytes": self.program.graph.resident_bytes.tolist(),
                 "settings": settings,
