@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from placewright.backends.processes import read_all, serve
-from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.execution import Execution, Moment, Opened, Prepared
+from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.places import Place
 from placewright.backends.pytorch.steps import Call, Ref, Source, Step
@@ -64,9 +64,7 @@ class Client:
                 return {"links": self._time_links(request["pairs"], request["sizes"])}
             return self._measure(request)
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
-            return self._after(
-                {"outcome": "out of memory", "reason": first_line(fault)}, fault
-            )
+            return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
         except Exception as fault:  # an op that refuses its device, CUDA itself, ...
             if "can't allocate memory" in str(fault):  # torch's words on a CPU
                 return {"outcome": "out of memory", "reason": first_line(fault)}
@@ -90,12 +88,20 @@ class Client:
 
     def _measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
+        if request["train_steps"] or request["check"] or not self._checked:
+            self._prepared.values.reset()
+        answer, timed = self._timed(self._execution(request["devices"]), request)
+        if answer["outcome"] == "ok" and request["traces"]:
+            answer["trace"] = self._trace(request["devices"], request["traces"])
+        answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed)
+        return answer
+
+    def _timed(
+        self, execution: Execution, request: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], float]:
+        """The answer, and the seconds of all its steps."""
         train = request["train_steps"]
         answer: dict[str, Any] = {"outcome": "ok"}
-        if train or request["check"] or not self._checked:
-            self._prepared.values.reset()
-        execution = self._execution(request["devices"])
-        results = []
         with _seeded():
             execution.step()
         if request["check"] or not self._checked:
@@ -103,20 +109,18 @@ class Client:
             self._checked = True
         if request["check"]:
             answer["misplaced"] = []  # every call is made where it is put, or fails
-        if train:
-            results.append(execution.results())
+        returned = [execution.results()] if train else []
         timed = [0.0]
 
         def step() -> float:
             seconds = execution.step()
             timed[0] += seconds
             if train:
-                results.append(execution.results())
+                returned.append(execution.results())
             return seconds
 
         answer["step_seconds"] = Timing(**request["timing"]).time(step)
-        results.append(execution.results())
-        bad = _not_a_number(results[-1])
+        bad = _not_a_number(execution.results())
         if bad and not train:
             # Parameters that were trained for many placements on inputs that are made up may have
             # run away; that says nothing about this placement.
@@ -124,18 +128,16 @@ class Client:
             execution.step()
             bad = _not_a_number(execution.results())
         if bad:
-            return {"outcome": "failed", "reason": f"the step returned {bad}"}
+            return {"outcome": "failed", "reason": f"the step returned {bad}"}, timed[0]
         answer["peak_bytes"] = list(execution.peak_bytes)
         if train:
-            answer["returned"] = _scalars(results[:-1])
-        del execution
-        if request["traces"]:
-            answer["trace"] = self._trace(request["devices"], request["traces"])
-        answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed[0])
-        return answer
+            answer["returned"] = _scalars(returned)
+        return answer, timed[0]
 
     def _execution(self, devices: Sequence[int], traced: bool = False) -> Execution:
-        return executed(self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced)
+        return executed(
+            self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced
+        )
 
     def _check(self, execution: Execution) -> None:
         """The results are those of the step without a placement, within rounding."""
@@ -182,9 +184,7 @@ class Client:
                 (name, sizes[name], statistics.median(times)) for name, times in transfers.items()
             ],
             "step_seconds": steps,
-            "spans": [
-                (self._label(m), m.place, m.begin, m.end, m.source) for m in all_moments[-1]
-            ],
+            "spans": [(self._label(m), m.place, m.begin, m.end, m.source) for m in all_moments[-1]],
         }
 
     def _label(self, moment: Moment) -> str:
@@ -222,7 +222,9 @@ class Client:
         return found
 
     def _chain_seconds(self, prepared: Prepared, places: Sequence[int]) -> float:
-        execution = executed(prepared, self._opened, places, self._direct, self._settings["capture"])
+        execution = executed(
+            prepared, self._opened, places, self._direct, self._settings["capture"]
+        )
         for _ in range(2):
             execution.step()
         return statistics.median(execution.step() for _ in range(7))
@@ -242,8 +244,7 @@ def prepare(
     with torch.no_grad(), _seeded():
         learned: Learned = learn(step, works, values.all_on(device), device)
     if opened.gpus:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        opened.hardware.synchronize()
     return Prepared(
         step=step, works=works, learned=learned, values=values, resident_bytes=resident_bytes
     )

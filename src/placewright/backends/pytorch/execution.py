@@ -1,8 +1,9 @@
-"""Runs a step under a placement: on streams and parts of GPUs, and on cores of the CPU beside them.
+"""Runs a step under a placement: on streams and parts of GPUs, and on cores of the CPU beside.
 
-One thread issues all work of the GPUs, in the program's order, each call to the stream of its place;
-where a tensor is needed elsewhere, the other stream waits for an event (`lanes`). Every place on the
-CPU is a thread with cores of its own, which makes its calls in the same order. Tensors travel
+One thread issues all work of the GPUs, in the program's order, each call to the stream of its
+place; where a tensor is needed elsewhere, the other stream waits for an event (`lanes`). Every
+place on the CPU is a thread with cores of its own, which makes its calls in the same order. Tensors
+travel
 
 - between streams of one GPU: not at all, they share its memory;
 - between GPUs or parts of one: as a copy, or through pinned memory of the host, out on one copy
@@ -13,8 +14,8 @@ CPU is a thread with cores of its own, which makes its calls in the same order. 
   does nothing but wait for these, one after another in the program's order, as CUDA may run such
   waits one at a time: in any other order they could wait for each other for ever.
 
-Nothing of this needs the issuing thread in mid-step. So the same work can be issued step by step, or
-captured once as a CUDA graph and replayed.
+Nothing of this needs the issuing thread in mid-step. So the same work can be issued step by step,
+or captured once as a CUDA graph and replayed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from placewright.backends.pytorch.lanes import (
     sum_by_pool,
 )
 from placewright.backends.pytorch.places import Place, open_gpus
-from placewright.backends.pytorch.routes import Key, Routes, find_routes
+from placewright.backends.pytorch.routes import Key, find_routes
 from placewright.backends.pytorch.steps import Step, Update
 from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.workers import CpuWorker
@@ -215,7 +216,9 @@ class Execution:
         self._semaphores = Semaphores(len(self._semaphore))
         self._steps = 0
         if self._flag:
-            self._flags = torch.zeros(len(self._flag), dtype=torch.int64, pin_memory=True)
+            self._flags = torch.zeros(
+                len(self._flag), dtype=torch.int64, pin_memory=torch.cuda.is_available()
+            )
             self._seen = self._flags.numpy()
             senders = {self.routes.home[value] for value in self._flag}
             self._ticks = {
@@ -226,9 +229,7 @@ class Execution:
             self._ticks = {}
 
     def _through_host(self, source: Place, target: Place) -> bool:
-        return not (
-            source.on_gpu and target.on_gpu and self._direct[source.number][target.number]
-        )
+        return not (source.on_gpu and target.on_gpu and self._direct[source.number][target.number])
 
     def _pin(self, value: int) -> None:
         form = self._of.learned.forms[value]
@@ -311,7 +312,7 @@ class Execution:
         try:
             if self.on_gpu:
                 start_gpus()
-                torch.cuda.synchronize()
+                self._opened.hardware.synchronize()
         except BaseException as caught:
             fault = caught
             self._stop.set()
@@ -463,7 +464,7 @@ class Execution:
 
     def moments(self) -> list[Moment]:
         """When everything ran in the last step, where it was traced."""
-        first = self._gpu_moments[0][2] if self._gpu_moments else None
+        first: Any = self._gpu_moments[0][2] if self._gpu_moments else None
         timed = [
             Moment(op, place, 1e-3 * first.elapsed_time(a), 1e-3 * first.elapsed_time(b), value, of)
             for op, place, a, b, value, of in self._gpu_moments[1:]
@@ -578,9 +579,7 @@ class _Issue:
         if home.on_gpu and others and value in self._x._pinned:
             self._leave(value, home)
         elif not home.on_gpu and value in self._x._semaphore:
-            self.lanes.wait_for_host(
-                HOST, self._x._semaphores.address(self._x._semaphore[value])
-            )
+            self.lanes.wait_for_host(HOST, self._x._semaphores.address(self._x._semaphore[value]))
             self._on_host[value] = self.lanes.mark(HOST)
         for place in targets:
             if not place.on_gpu:

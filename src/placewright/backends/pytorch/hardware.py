@@ -28,6 +28,10 @@ class CudaHardware:
     def switch(self, lane: int) -> None:
         torch.cuda.set_stream(self.streams[lane])
 
+    def synchronize(self) -> None:
+        """Waits for all lanes, from the host."""
+        torch.cuda.synchronize()
+
     def record(self, lane: int) -> Any:
         event = torch.cuda.Event()
         event.record(self.streams[lane])

@@ -152,7 +152,7 @@ class Ledger:
         self._waiting[owner] = kept
 
     def _reclaim(self, pool: int) -> None:
-        """Makes owners wait for what uses their tensors still: memory is short, so time is spent."""
+        """Makes owners wait for what uses their tensors still: time is spent for memory."""
         for owner, waiting in self._waiting.items():
             lanes: set[int] = set()
             for held in waiting:

@@ -22,6 +22,7 @@ from placewright.chips import PART, parse
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
 
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """One device of a cluster, as torch sees it."""

@@ -65,7 +65,9 @@ class TorchProgram:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """By name; without those on `meta`, which have no values."""
-        return {name: tensor.detach() for name, tensor in self.tensors.items() if not tensor.is_meta}
+        return {
+            name: tensor.detach() for name, tensor in self.tensors.items() if not tensor.is_meta
+        }
 
     def plan(self, device_of_op: Mapping[str, str], devices: Mapping[str, str]) -> Plan:
         """A placement of the graph as a plan for the module.
@@ -124,7 +126,10 @@ def _tensors_of(
     module: torch.nn.Module, exported: Exported, step: Step | None
 ) -> dict[str, torch.Tensor]:
     """What the step reads of the module, by the names of its sources."""
-    named: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }
     found = {}
     for source in step.sources if step is not None else ():
         if source.kind == "input":

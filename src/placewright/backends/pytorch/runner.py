@@ -22,7 +22,7 @@ from placewright.errors import WorkerError
 
 
 class TorchRunner(ProcessRunner):
-    """Measures placements of one program on one cluster, in one process that has all its devices."""
+    """Measures placements of one program on one cluster, in one process with all its devices."""
 
     program: TorchProgram
     config: TorchRunConfig
