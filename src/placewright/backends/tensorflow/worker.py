@@ -9,20 +9,23 @@ import os
 from typing import Any
 
 from placewright.backends.processes import serve
+from placewright.backends.tensorflow.lean import import_tensorflow
+from placewright.backends.tensorflow.memory import forget, peak_bytes
 
 _servers: list[Any] = []
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
-    """Starts the server; it then runs in threads of its own, until the process ends. Whatever is
-    asked later is only answered, as a sign of life."""
+    """Starts the server; it then runs in threads of its own, until the process ends. What is asked
+    later is how much memory it holds, or for a sign of life."""
     if _servers:
+        if "memory" in request:
+            return {"peak_bytes": forget() if request["memory"] == "forget" else peak_bytes()}
         return {"alive": True}
     # Before TensorFlow is imported: it sizes its thread pools by the cores it finds.
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
-    import tensorflow as tf
-
+    tf = import_tensorflow()
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=max(1, len(request["cores"])),
         inter_op_parallelism_threads=request["threads_between_ops"],
