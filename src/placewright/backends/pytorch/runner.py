@@ -57,9 +57,8 @@ class TorchRunner(ProcessRunner):
             for link in self.cluster.links
             if set(link.pairs[0]) <= set(devices)
         }
-        limit = self.config.time_limit_seconds
         request = {"pairs": list(links.values()), "sizes": list(sizes)}
-        answer = self._answer(request, limit)
+        answer = self._answer(request, self.config.start_seconds)
         if "links" not in answer:
             self._replace()
             raise WorkerError(f"links cannot be timed: {answer.get('reason', 'no answer')}")
