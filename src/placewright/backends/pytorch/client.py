@@ -244,7 +244,7 @@ def prepare(
     with torch.no_grad(), _seeded():
         learned: Learned = learn(step, works, values.all_on(device), device)
     if opened.gpus:
-        opened.hardware.synchronize()
+        opened.hardware.give_back()
     return Prepared(
         step=step, works=works, learned=learned, values=values, resident_bytes=resident_bytes
     )
