@@ -85,6 +85,19 @@ class SimulatedRunner(contextlib.ExitStack):
             trace=trace,
         )
 
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        cluster, demand = self.cluster, self.truth.costs.demand
+        first = {
+            int(chip): number
+            for number, chip in reversed(list(enumerate(cluster.chip_of_device)))
+            if chip >= 0
+        }
+        names = self.program.graph.op_names
+        return {
+            device: dict(zip(names, demand[cluster.kind_of_device[device]].tolist(), strict=True))
+            for device in first.values()
+        }
+
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return {
             link.name: [link.latency_seconds + size / link.bandwidth for size in sizes]
