@@ -6,6 +6,10 @@
     placed = plan.apply(model)
 
 `place` does both. The devices are this machine's, or those of a cluster file.
+
+    fast = placewright.torch.accelerate(model, inputs)  # one GPU: fused, on streams, captured
+
+`torch.compile(model, backend="placewright")` does the same once this module is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 
 import placewright
 from placewright import chips
+from placewright.acceleration import AccelerateConfig, accelerate, compile_backend
 from placewright.backends.pytorch import torch_name
 from placewright.backends.pytorch.exporting import Inputs, Loss, Task
 from placewright.backends.pytorch.plan import Plan
@@ -31,7 +36,13 @@ from placewright.problem import Problem, make_problem
 from placewright.session.result import Result
 from placewright.simulator import lower_bounds
 
-__all__ = ["Inputs", "Plan", "Planned", "TorchModel", "load", "place", "plan"]
+__all__ = [
+    "AccelerateConfig", "Inputs", "Plan", "Planned", "TorchModel", "accelerate", "load", "place",
+    "plan",
+]  # fmt: skip
+
+if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(compile_backend, name="placewright")
 
 _WORTH = 1.02
 """Several devices that are not faster than one by this factor are not worth their transfers."""
