@@ -27,7 +27,7 @@ from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Built, Lowered, build, lower
 from placewright.backends.pytorch.streams.device import Device, Gpu, forget_memory
 from placewright.backends.pytorch.streams.groups import Fusion
-from placewright.backends.pytorch.streams.net import UnsuitableError
+from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.schedule import (
     Schedule,
@@ -38,7 +38,7 @@ from placewright.backends.pytorch.streams.schedule import (
     timed,
 )
 from placewright.backends.pytorch.streams.timelines import Timelines
-from placewright.backends.pytorch.streams.tuning import Tuned, Tuner, distance, tolerance
+from placewright.backends.pytorch.streams.tuning import Tuned, Tuner, distance, tolerance, untuned
 from placewright.budget import Budget
 from placewright.cluster import Cluster, from_document
 from placewright.errors import ClusterError, PlacementError, SearchError
@@ -130,9 +130,7 @@ def accelerate(
             "there, or pass without_cuda='model' to run it as it is"
         )
     known = plans.load(plan) if isinstance(plan, str | Path) else tuple(plan or ())
-    fast = accelerated(
-        model, device, config, candidates=dict(candidates or {}), known=known
-    )
+    fast = accelerated(model, device, config, candidates=dict(candidates or {}), known=known)
     fast.prepare(example.args, example.kwargs)
     return fast
 
@@ -210,6 +208,12 @@ class _Task:
     kwargs: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
+    traced: Net | None = None
+    tuner: Tuner = field(init=False)
+
+    def __post_init__(self) -> None:
+        until = 0.4 * self.config.seconds
+        self.tuner = Tuner(device=self.device, stop=lambda: self.left() < until)
 
     def left(self) -> float:
         return self.config.seconds - (time.monotonic() - self.started)
@@ -250,6 +254,7 @@ class _Task:
             except UnsuitableError:
                 raise
             except Exception as fault:  # of a library: what it cannot do the next level may
+                logger.debug("fusion %s", fusion, exc_info=True)
                 self.notes.append(f"fusion {fusion}: {first_line(fault)}")
                 forget_memory()
                 continue
@@ -257,7 +262,7 @@ class _Task:
             if fusion is Fusion.NONE:
                 plain_seconds = option.one_stream_seconds
         if not options:
-            raise UnsuitableError(self.notes[-1] if self.notes else "nothing could be captured")
+            raise UnsuitableError(self.notes[0] if self.notes else "nothing could be captured")
         best = min(options, key=lambda option: option.seconds)
         if best.schedule.num_streams > 1 and self.config.method != "list" and self.left() > 5:
             improve(best, self.device, self.config, min(self.left() * _SEARCHED, self.left() - 3))
@@ -268,23 +273,25 @@ class _Task:
         return order[: order.index(self.config.fusion) + 1]
 
     def _lower(self, fusion: Fusion) -> Lowered:
-        module = self.model
-        assert isinstance(module, torch.nn.Module)
         with self.device.settings():
-            return lower(module, self.args, self.kwargs, fusion)
+            if self.traced is None:
+                assert isinstance(self.model, torch.nn.Module)
+                self.traced = trace(self.model, self.args, self.kwargs)
+            return lower(self.traced, self.args, self.kwargs, fusion)
 
     def _option(self, fusion: Fusion) -> Option:
         lowered = self._lower(fusion)
+        only_captured = fusion is Fusion.NONE is not self.config.fusion
         with self.device.settings():
-            tuner = Tuner(
-                device=self.device, fusion=fusion, stop=lambda: self.left() < 0.4 * self.config.seconds
+            tuned = (
+                untuned(lowered.grouped)
+                if only_captured
+                else self.tuner.tune(lowered.grouped, lowered.given, fusion)
             )
-            tuned = tuner.tune(lowered.grouped, lowered.given)
-        self.notes += tuned.notes
         work = tuned.work(lowered.grouped)
         option = Option(lowered=lowered, tuned=tuned, work=work, schedule=one_stream(work))
         option.one_stream_seconds = self._try(option, option.schedule, "one stream")
-        for schedule in schedules(work, self.config.streams):
+        for schedule in () if only_captured else schedules(work, self.config.streams):
             if self.left() < 0.3 * self.config.seconds:
                 break
             self._try(option, schedule, "list")
@@ -305,9 +312,7 @@ class _Task:
             copies=self.config.copy_outputs,
         )  # fmt: skip
 
-    def _final(
-        self, options: Sequence[Option], best: Option, plain_seconds: float | None
-    ) -> Entry:
+    def _final(self, options: Sequence[Option], best: Option, plain_seconds: float | None) -> Entry:
         """What is fastest as it is called, inputs and outputs copied, in turns."""
         calls: dict[str, Callable[[], Any]] = {}
         builts: dict[str, tuple[Option, Built]] = {}
@@ -379,7 +384,7 @@ class _Task:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         plan = StreamPlan(
             inputs=plans.forms_of(leaves), chosen=chosen, seconds=dict(seconds),
-            notes=tuple(dict.fromkeys(self.notes)),
+            notes=tuple(dict.fromkeys((*self.notes, *self.tuner.notes))),
             one_stream_seconds=_finite(plain_seconds),
         )  # fmt: skip
         if option is None:
@@ -557,9 +562,7 @@ def improve(option: Option, device: Device, config: AccelerateConfig, seconds: f
             Trial(placement=start, placer="list", at_seconds=0.0, measurement=Measurement(
                 outcome=Outcome.OK, step_seconds=(option.seconds,)))
         ])  # fmt: skip
-        search(
-            [placer], evaluator, Budget(seconds=each), seed=config.seed, stop=evaluator.is_idle
-        )
+        search([placer], evaluator, Budget(seconds=each), seed=config.seed, stop=evaluator.is_idle)
         option.trials += evaluator.trials
         option.found[name] = evaluator.best[0]
         if evaluator.best[0] < option.seconds:

@@ -133,7 +133,7 @@ class Accelerated:
             stream.wait_event(self._done)
         made = built(leaves)
         if self._done is None:
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record(stream)
         self._stream = stream
         return made
@@ -157,9 +157,7 @@ class Accelerated:
                 self._say_once("an input is neither a tensor nor a plain value")
                 return Entry(why_not="inputs of another kind")
             if len(self._entries) >= self._most_shapes:
-                self._say_once(
-                    f"inputs have more than {self._most_shapes} shapes; further ones run as they are"
-                )
+                self._say_once(f"inputs have more than {self._most_shapes} shapes")
                 return Entry(why_not="more shapes than most_shapes")
             try:
                 entry = self._maker(args, kwargs)

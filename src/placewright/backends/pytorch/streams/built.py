@@ -15,7 +15,7 @@ from placewright.backends.pytorch.streams import passes
 from placewright.backends.pytorch.streams.device import Device, Ready
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run
-from placewright.backends.pytorch.streams.net import Net, Node, trace
+from placewright.backends.pytorch.streams.net import Net, Node
 from placewright.backends.pytorch.streams.schedule import Schedule
 
 
@@ -45,14 +45,9 @@ class Lowered:
                 self.given[name].copy_(value)
 
 
-def lower(
-    module: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    fusion: Fusion,
-) -> Lowered:
-    """Raises `UnsuitableError` for what cannot be captured. The arguments are as for `trace`."""
-    net = trace(module, args, kwargs)
+def lower(traced: Net, args: Sequence[Any], kwargs: Mapping[str, Any], fusion: Fusion) -> Lowered:
+    """Fuses and groups what was traced with these arguments, which is not changed."""
+    net = traced.copy()
     passes.simplify(net)
     folded = 0
     if fusion is not Fusion.NONE:
@@ -149,7 +144,12 @@ class _Copy:
 
 
 def build(
-    lowered: Lowered, device: Device, runs: Sequence[Run], schedule: Schedule, *, copies: bool = True
+    lowered: Lowered,
+    device: Device,
+    runs: Sequence[Run],
+    schedule: Schedule,
+    *,
+    copies: bool = True,
 ) -> Built:
     """Captures a schedule."""
     with device.settings():

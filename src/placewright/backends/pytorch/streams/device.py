@@ -83,7 +83,6 @@ class Gpu:
     """The stream that captures: its own, as libraries keep workspaces for each stream."""
     _pool: Any = None
     _keeper: Any = None
-    _kept: Any = None
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -95,18 +94,9 @@ class Gpu:
         finally:
             torch.backends.cudnn.benchmark = before
 
-    def pool(self) -> Any:
-        """Memory that all captures share: one replay at a time. The first graph keeps it."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._keeper = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._keeper, pool=self._pool, stream=self.first()):
-                self._kept = torch.zeros(1, device=f"cuda:{self.index}")
-        return self._pool
-
     def first(self) -> Any:
         if self._first is None:
-            self._first = torch.cuda.Stream()
+            self._first = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._first
 
     def _need_streams(self, count: int) -> None:
@@ -115,7 +105,7 @@ class Gpu:
         for _ in range(_MOST_STREAMS * 4):
             if len(self.streams) >= count:
                 return
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             if stream.cuda_stream not in known:
                 known.add(stream.cuda_stream)
                 self.streams.append(stream)
@@ -123,13 +113,32 @@ class Gpu:
 
     def capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph, and what the body left."""
-        pool = self.pool()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the user's may use CUDA meanwhile.
-        with torch.cuda.graph(
-            graph, pool=pool, stream=self.first(), capture_error_mode="thread_local"
-        ):
-            made = body()
+        if self._pool is None:
+            # The first graph keeps the memory that all captures share: one replay at a time.
+            self._pool = torch.cuda.graph_pool_handle()
+            self._keeper = self._capture(
+                lambda: torch.zeros(1, device=torch.device("cuda", self.index))
+            )
+        return self._capture(body)
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        """As `torch.cuda.graph`, which gives back all cached memory each time."""
+        graph, first = torch.cuda.CUDAGraph(), self.first()
+        torch.cuda.synchronize()
+        collecting = gc.isenabled()
+        gc.disable()  # what it finds may call into CUDA what a capture does not allow
+        try:
+            with torch.cuda.stream(first):
+                # Other threads of the user's may use CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    made = body()
+                finally:
+                    torch.cuda.set_stream(first)
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
         return graph, made
 
     def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
@@ -177,25 +186,26 @@ class Gpu:
 
     def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in replays]
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        for replay in replays:
-            replay()
-        torch.cuda.synchronize()
-        for _ in range(rounds):
-            for replay, seconds in zip(replays, found, strict=True):
-                start.record()
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.index):
+            for replay in replays:
                 replay()
-                end.record()
-                end.synchronize()
-                seconds.append(start.elapsed_time(end) / 1e3)
+            torch.cuda.synchronize()
+            for _ in range(rounds):
+                for replay, seconds in zip(replays, found, strict=True):
+                    start.record()
+                    replay()
+                    end.record()
+                    end.synchronize()
+                    seconds.append(start.elapsed_time(end) / 1e3)
         return found
 
     def trace(
         self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
     ) -> list[tuple[float, float]]:
         def event() -> Any:
-            return torch.cuda.Event(enable_timing=True, external=True)
+            return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
 
         zero = event()
         events = [(event(), event()) for _ in grouped.groups]
@@ -235,7 +245,7 @@ class _Streams:
         torch.cuda.set_stream(self.streams[lane])
 
     def record(self, lane: int) -> Any:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.streams[lane])
         return event
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from placewright.backends.pytorch.streams.net import Net, Node, aten, is_view
+from placewright.backends.pytorch.streams.net import Net, Node, aten, is_random, is_view
 from placewright.backends.pytorch.streams.ops import (
     CONVOLUTIONS,
     is_fusible,
@@ -69,7 +70,8 @@ class Grouped:
     net: Net
     groups: tuple[Group, ...]
     before: tuple[tuple[int, ...], ...]
-    """For each group, those whose outputs it reads."""
+    """For each group, those it waits for: whose outputs it reads, or that draw random numbers
+    before it."""
     finish: torch.fx.GraphModule
     """Makes the module's flat outputs of the values `kept`: views, no work."""
     kept: tuple[str, ...]
@@ -225,6 +227,10 @@ class _Grouping:
         before = {
             head: {maker[v] for v in g.inputs if v in maker} for head, g in made.items()
         }  # fmt: skip
+        # Random numbers are drawn in the module's order, so that a seed means the same.
+        draws = [h for h in made if any(is_random(n) for n in made[h].nodes)]
+        for earlier, later in itertools.pairwise(sorted(draws, key=position.__getitem__)):
+            before[later].add(earlier)
         order = _in_order(before, {h: position[g.nodes[0]] for h, g in made.items()})
         number = {head: i for i, head in enumerate(order)}
         finish, taken = extract(
@@ -243,6 +249,7 @@ class _Grouping:
 _MOST_OPS = 40
 """Ops of a region: beyond that a kernel runs out of registers, and compiling takes long."""
 
+
 def root_of(node: Node) -> Node:
     """What a view looks at."""
     while is_view(node):
@@ -259,12 +266,14 @@ def _through_views(node: Node) -> list[Node]:
     return found
 
 
-def extract(members: Sequence[Node], wanted: Sequence[Any]) -> tuple[torch.fx.GraphModule, list[Node]]:
+def extract(
+    members: Sequence[Node], wanted: Sequence[Any]
+) -> tuple[torch.fx.GraphModule, list[Node]]:
     """A module of some nodes, with the views they look through, that gives what is wanted; and the
     nodes that it takes. Names in it say what is done and not where, so that the same is the same.
     """
     needed: set[Node] = set(members)
-    open_ = [n for n in (*members, *(w for w in wanted if isinstance(w, Node)))]
+    open_ = [*members, *(w for w in wanted if isinstance(w, Node))]
     needed.update(n for n in open_ if is_view(n))
     seen = set(open_)
     while open_:
@@ -288,6 +297,7 @@ def extract(members: Sequence[Node], wanted: Sequence[Any]) -> tuple[torch.fx.Gr
         copies[source].meta = dict(source.meta)
     for node in order:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        assert callable(node.target), node
         copies[node] = graph.call_function(node.target, args, kwargs)
         copies[node].meta = dict(node.meta)
     graph.output(tuple(copies[w] if isinstance(w, Node) else w for w in wanted))
@@ -320,5 +330,3 @@ def _in_order(before: Mapping[Node, set[Node]], position: Mapping[Node, int]) ->
     if len(order) < len(before):
         raise AssertionError("groups wait for each other")
     return order
-
-

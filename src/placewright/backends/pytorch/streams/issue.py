@@ -111,13 +111,11 @@ class _Issuing:
                 self.lanes.wait(lane, self.marks[source])
         self.ledger.settle(lane)
         position = self.lanes.work(lane)
-        inputs = [self.values[name] for name in group.inputs]
 
         def call() -> list[Any]:
-            return fresh(run, inputs)
+            return fresh(run, [self.values[name] for name in group.inputs])
 
         made = call() if around is None else around(number, call)
-        del inputs, call
         for name, value in zip(group.outputs, made, strict=True):
             self.values[name] = value
             self.uses[name][lane] = position

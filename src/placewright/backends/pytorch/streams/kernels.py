@@ -42,7 +42,12 @@ def names_for(group: Group, device: str) -> tuple[str, ...]:
     conv = _only(group, *CONVOLUTIONS)
     if conv is not None and not is_depthwise(conv):
         relu = group.find(aten.relu.default)
-        if relu and device == "cuda" and _plain_padding(conv) and conv.target is not CONVOLUTIONS[0]:
+        if (
+            relu
+            and device == "cuda"
+            and _plain_padding(conv)
+            and conv.target is not CONVOLUTIONS[0]
+        ):
             names.append("cudnn")
         if _is_pointwise(conv):
             names.append("product")

@@ -34,9 +34,19 @@ class Net:
     tree: Any
     """How the flat outputs are put together again."""
 
+    def copy(self) -> Net:
+        """Another graph over the same tensors, for passes to change."""
+        graph = torch.fx.Graph()
+        copies: dict[Node, Node] = {}
+        output = graph.graph_copy(self.graph, copies)
+        graph.output(output)
+        for node, other in copies.items():
+            other.meta = dict(node.meta)
+        return Net(graph=graph, constants=dict(self.constants), leaves=self.leaves, tree=self.tree)
+
     def results(self) -> list[Any]:
         """The flat outputs: nodes, and plain values."""
-        return list(self.graph.output_node().args[0])  # type: ignore[arg-type, call-overload]
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def constant_nodes(self) -> set[Node]:
         """Nodes that only depend on constants, and so are computed once; marks them as such. Random
@@ -71,7 +81,7 @@ class Net:
                 else:
                     args, kwargs = torch.fx.node.map_arg(
                         (node.args, node.kwargs), lambda n: values[n]
-                    )  # type: ignore[misc]
+                    )
                     values[node] = node.target(*args, **kwargs)
                 for old in gone.get(node, ()):
                     del values[old]

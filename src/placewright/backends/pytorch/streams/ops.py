@@ -52,15 +52,19 @@ def is_stencil(node: Node) -> bool:
     return node.target in _STENCILS or is_depthwise(node)
 
 
+_MOST_PLACES = 49
+"""Of a window that becomes sums of shifted inputs."""
+
+
 def is_depthwise(node: Node) -> bool:
     """Whether it is a convolution of each channel by itself."""
     if node.target is not aten.conv2d.default or len(node.args) < 7:
         return False
     weight = value_of(node.args[1])
-    return (
-        weight is not None and node.args[6] == weight.shape[0] > 1 == weight.shape[1]
-        and math.prod(weight.shape[2:]) <= 49
-    )  # fmt: skip
+    if weight is None:
+        return False
+    each = node.args[6] == weight.shape[0] > 1 == weight.shape[1]
+    return bool(each) and math.prod(weight.shape[2:]) <= _MOST_PLACES
 
 
 def is_plain_sum(node: Node) -> bool:

@@ -50,14 +50,16 @@ def fold(net: Net) -> int:
         if product and _all_constant((*source.args[1:3], *node.args[1:5]), constant):
             _fold_one(net, source, node, used)
             folded += 1
+    constant = net.constant_nodes()
     for node in list(net.graph.nodes):
-        weight = node.args[1] if len(node.args) > 1 else None
-        if node.target is aten.conv2d.default and _all_constant((weight,), net.constant_nodes()):
+        if node.target is not aten.conv2d.default:
+            continue
+        weight = node.args[1]
+        if _all_constant((weight,), constant):
             with net.graph.inserting_before(node):
-                args = list(node.args)
-                args[1] = net.graph.call_function(channels_last, (weight,))
-                args[1].meta["val"] = weight.meta.get("val")
-                node.args = tuple(args)
+                stored = net.graph.call_function(channels_last, (weight,))
+            stored.meta["val"] = weight.meta["val"]
+            node.args = (node.args[0], stored, *node.args[2:])
     _remove_unused(net)
     return folded
 

@@ -33,12 +33,20 @@ class Tuned:
     names: tuple[str, ...]
     runs: tuple[Run, ...]
     seconds: tuple[float, ...]
-    notes: tuple[str, ...] = ()
-    """What did not work, in a line each."""
 
     def work(self, grouped: Grouped) -> Work:
         """What there is to schedule."""
         return Work(seconds=self.seconds, before=grouped.before)
+
+
+def untuned(grouped: Grouped) -> Tuned:
+    """Torch's own ops, in equal times: for what is not scheduled."""
+    count = len(grouped.groups)
+    return Tuned(
+        names=(kernels.ATEN,) * count,
+        runs=tuple(kernels.make(group, kernels.ATEN) for group in grouped.groups),
+        seconds=(1e-6,) * count,
+    )
 
 
 @dataclass
@@ -53,15 +61,20 @@ class Tuner:
     """Remembers what it has tried: groups that do the same are tried once."""
 
     device: Device
-    fusion: Fusion
-    """How much may be made of a group: nothing, other libraries' kernels, or compiled ones."""
     stop: Callable[[], bool] = lambda: False
     """No further kernels are tried; the best so far, or torch's, is taken."""
     notes: list[str] = field(default_factory=list)
+    """What did not work, in a line each."""
     _known: dict[str, _Tried] = field(default_factory=dict)
 
-    def tune(self, grouped: Grouped, given: Mapping[str, Any]) -> Tuned:
-        """Runs through all groups once; `given` has inputs and constants by name."""
+    def tune(self, grouped: Grouped, given: Mapping[str, Any], fusion: Fusion) -> Tuned:
+        """Runs through all groups once.
+
+        Args:
+            grouped: the groups.
+            given: inputs and constants by name.
+            fusion: what may be tried: torch's own ops, other libraries, or compiled kernels too.
+        """
         values = dict(given)
         left = {name: 0 for group in grouped.groups for name in group.outputs}
         for group in grouped.groups:
@@ -71,7 +84,7 @@ class Tuner:
         names, runs, seconds = [], [], []
         for group in grouped.groups:
             inputs = [values[name] for name in group.inputs]
-            tried = self._try(group, inputs)
+            tried = self._try(group, inputs, fusion)
             best = _best(tried)
             names.append(tried.names[best])
             runs.append(tried.runs[best])
@@ -83,12 +96,17 @@ class Tuner:
                     if not left[name] and name not in grouped.kept:
                         del values[name]
             del inputs
-        return Tuned(
-            names=tuple(names), runs=tuple(runs), seconds=tuple(seconds), notes=tuple(self.notes)
-        )
+        return Tuned(names=tuple(names), runs=tuple(runs), seconds=tuple(seconds))
 
-    def _try(self, group: Group, inputs: Sequence[Any]) -> _Tried:
-        key = f"{group.code}\n{[_form(value) for value in inputs]}"
+    def _names(self, group: Group, fusion: Fusion) -> list[str]:
+        if fusion is Fusion.NONE:
+            return []
+        names = kernels.names_for(group, self.device.kind)[1:]
+        return [n for n in names if fusion is Fusion.REGIONS or n not in kernels.COMPILED]
+
+    def _try(self, group: Group, inputs: Sequence[Any], fusion: Fusion) -> _Tried:
+        names = self._names(group, fusion)
+        key = f"{names}\n{group.code}\n{[_form(value) for value in inputs]}"
         if key in self._known:
             return self._known[key]
         tried = _Tried([], [], [])
@@ -98,10 +116,9 @@ class Tuner:
             kernels.make(group, kernels.ATEN)(*inputs)
             raise AssertionError(f"{group.name} could not be timed")
         wanted = tried.runs[0](*inputs)
-        for name in kernels.names_for(group, self.device.kind)[1:]:
-            compiled = name in kernels.COMPILED and self.fusion is not Fusion.REGIONS
-            if self.stop() or compiled or self.fusion is Fusion.NONE:
-                continue
+        for name in names:
+            if self.stop():
+                break
             if name == "tail" and min(tried.seconds) < self._alone(group, inputs):
                 continue
             self._add(tried, group, name, inputs, wanted)
