@@ -28,7 +28,7 @@ from placewright.backends.pytorch.streams.built import Lowered, build, lower
 from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run, issue
-from placewright.backends.pytorch.streams.net import UnsuitableError, trace
+from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
 from placewright.backends.pytorch.streams.schedule import Schedule, Work
 from placewright.backends.pytorch.streams.tuning import Tuner, distance, untuned
 from placewright.errors import ClusterError, PlacementError, SearchError
@@ -333,29 +333,30 @@ class Recorder:
         return seen
 
 
-class Diamonds(nn.Module):
-    """A random graph of sums."""
+def diamonds(before: Sequence[Sequence[int]]) -> Grouped:
+    """A graph of sums, each group an op."""
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made: list[torch.fx.Node] = []
+    for i, sources in enumerate(before):
+        y = graph.call_function(aten.mul.Tensor, (x, i + 1))
+        for source in sources:
+            y = graph.call_function(aten.add.Tensor, (y, made[source]))
+        made.append(y)
+    total = made[-1]
+    for one in made[::3]:
+        total = graph.call_function(aten.add.Tensor, (total, one))
+    graph.output((total,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(3)
+    return group(Net(graph=graph, constants={}, leaves=("x",), tree=None), Fusion.NONE)
 
-    def __init__(self, before: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self.before = before
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: list[torch.Tensor] = []
-        for i, sources in enumerate(self.before):
-            y = x * (i + 1)
-            for source in sources:
-                y = y + made[source]
-            made.append(y)
-        return made[-1] + sum(m.sum() for m in made[::3])
-
-
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(works(), st.integers(0, 10**6))
 def test_no_stream_reads_memory_that_another_may_have_taken(work: Work, seed: int) -> None:
-    model, x = Diamonds(work.before), torch.ones(3)
-    low = lowered(model, x, fusion=Fusion.NONE)
-    grouped = low.grouped
+    x, grouped = torch.arange(3.0), diamonds(work.before)
     count = len(grouped.groups)
     draw = random.Random(seed)
     streams = [draw.randrange(4) for _ in range(count)]
@@ -384,14 +385,19 @@ def test_no_stream_reads_memory_that_another_may_have_taken(work: Work, seed: in
 
     def gone(name: str, lane: int) -> None:
         alive.discard(name)
-        freed.append((name, lane, len(hardware.lane(lane))))
+        if len(point_of) < count:  # after the last one nothing is made any more
+            freed.append((name, lane, len(hardware.lane(lane))))
 
     runs = [watched(i, g.module) for i, g in enumerate(grouped.groups)]
     plan = Schedule(streams=tuple(streams), order=tuple(order))
-    issued = issue(grouped, runs, plan, low.given, hardware)
+    issued = issue(grouped, runs, plan, {"x": x}, hardware)
     done = list(freed)
     (value,) = grouped.finish(*[issued.values[name] for name in grouped.kept])
-    assert torch.equal(value, model(x))
+    plain: dict[str, Any] = {"x": x}
+    for one in grouped.groups:
+        inputs = [plain[name] for name in one.inputs]
+        plain.update(zip(one.outputs, one.module(*inputs), strict=True))
+    assert torch.equal(value, plain[grouped.kept[0]])
     readers: dict[str, list[int]] = {}
     for number, one in enumerate(grouped.groups):
         for name in one.inputs:
@@ -470,7 +476,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
         a, b = fast(x.clone()), model(x.clone())
         fast(x.clone())
     assert_close(a, b)
-    (line,) = [r.getMessage() for r in caplog.records]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert said in line
     assert "\n" not in line
     assert fast.entries[0].built is None
@@ -636,7 +642,8 @@ def test_each_shape_has_its_own_graph(caplog: pytest.LogCaptureFixture) -> None:
             y = torch.randn(5, 6, 16)
             assert_close(fast(y, scale=0.5), model(y, scale=0.5))
             fast(y, scale=0.5)
-    assert len(caplog.records) == 1
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "more than 2 shapes" in said
     assert len(fast.entries) == 2
 
 
