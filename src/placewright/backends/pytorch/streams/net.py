@@ -42,7 +42,13 @@ class Net:
         graph.output(output)
         for node, other in copies.items():
             other.meta = dict(node.meta)
-        return Net(graph=graph, constants=dict(self.constants), leaves=self.leaves, tree=self.tree)
+        named = {node.name: other.name for node, other in copies.items()}  # they may differ
+        return Net(
+            graph=graph,
+            constants={named[name]: value for name, value in self.constants.items()},
+            leaves=tuple(None if name is None else named[name] for name in self.leaves),
+            tree=self.tree,
+        )
 
     def results(self) -> list[Any]:
         """The flat outputs: nodes, and plain values."""
