@@ -1,5 +1,7 @@
 # make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
+# make test-slow  the tests that repeat something for minutes
+# make test-gpu   the tests that need a GPU; elsewhere they are skipped, and say so
 # make paper   the paper's experiment: some 40 minutes, on a machine that does nothing else
 # make lint    ruff, mypy and the import contracts
 # make docs    builds the documentation into build/docs
@@ -11,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test paper lint format docs lock clean
+.PHONY: demo test test-slow test-gpu paper lint format docs lock clean
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
@@ -22,6 +24,12 @@ demo: $(READY)
 # would compete with TensorFlow's own threads.
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest --slow -m slow
+
+test-gpu: $(READY)
+	@$(BIN)/python -m pytest -m gpu
 
 # Writes benchmarks/results/paper and the tables that README.md and docs/ have from it.
 paper: $(READY)

@@ -18,12 +18,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes minutes; only run with --slow")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpus and (reason := _why_no_gpu()):
+        for item in for_gpus:
+            item.add_marker(pytest.mark.skip(reason=reason))
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slow"))
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make test-slow"))
+
+
+def _why_no_gpu() -> str:
+    """Empty where PyTorch has a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return "needs PyTorch"
+    return "" if torch.cuda.is_available() else "needs a GPU that PyTorch can use"

@@ -10,7 +10,8 @@ from placewright.cluster import Cluster
 
 
 class Nvml(types.ModuleType):
-    """Answers as the driver of two GPUs does: an H200 (numbers of a real one) and an A100."""
+    """Answers as the driver of two GPUs does: one of an unknown kind (with the numbers of a real
+    H200) and an A100."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = range(4)
 
@@ -22,6 +23,7 @@ class Nvml(types.ModuleType):
         self.count = count
         self.nvlink = nvlink
         self.shut_down = False
+        self.names = ["NVIDIA H999", "NVIDIA A100-SXM4-40GB"]
 
     def nvmlInit(self) -> None:
         if not self.count:
@@ -37,10 +39,13 @@ class Nvml(types.ModuleType):
         return index
 
     def nvmlDeviceGetName(self, handle: int) -> str:
-        return ["NVIDIA H200", "NVIDIA A100-SXM4-40GB"][handle]
+        return self.names[handle]
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         return types.SimpleNamespace(total=[150754820096, 42505273344][handle])
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return [(9, 0), (8, 0)][handle]
 
     def nvmlDeviceGetNumGpuCores(self, handle: int) -> int:
         return 16896
@@ -73,8 +78,9 @@ def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = discover(monkeypatch, nvml)
     assert cluster.device_names == ("cpu:0", "gpu:0", "gpu:1")
     unknown, known = cluster.devices[1:]
-    assert unknown.kind.name == "nvidia-h200"
+    assert unknown.kind.name == "nvidia-h999"
     assert unknown.kind.peak_flops == pytest.approx(66.9e12, rel=0.01)
+    assert unknown.kind.sms == 132
     assert unknown.kind.memory_bandwidth == pytest.approx(4.8e12, rel=0.01)
     assert known.kind.name == "a100-40gb"  # built in: it knows the tensor cores
     assert known.memory_bytes == 42505273344

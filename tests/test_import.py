@@ -28,6 +28,12 @@ def test_the_command_line_starts_without_frameworks() -> None:
     assert not {"tensorflow", "torch", "ray", "numba", "keras", "ortools"} & loaded
 
 
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "placewright", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"placewright {placewright.__version__}\n"
+
+
 @pytest.mark.parametrize("name", placewright.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(placewright, name) is not None

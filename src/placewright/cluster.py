@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from placewright.discovery import local_document
+from placewright import chips
+from placewright.discovery import chosen_document, local_document
 from placewright.errors import ClusterError
 from placewright.files import read_text, write_text
-from placewright.graph import BoolArray, FloatArray, IndexArray, frozen
+from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray, frozen
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,11 @@ class DeviceKind:
     running out, and what lies between two."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
+    sms: int = 0
+    """Streaming multiprocessors of a GPU, or of one partition of it; 0 where nobody said."""
+    chip_bandwidth: float = 0.0
+    """Bytes per second of the memory of the whole chip, for a kind whose devices are parts of one
+    and cannot draw all of it; 0 where that is `memory_bandwidth`."""
     pinned_bytes: int | None = None
     """How much of the memory can be pinned (page-locked), which weights have to be that travel from
     there; None for all of it."""
@@ -84,6 +90,7 @@ class DeviceKind:
             _positive(getattr(self, key), f"{key} of {what}")
         for key in (
             "dispatch_seconds", "launch_seconds", "gap_seconds", "cache_bytes", "cache_bandwidth",
+            "sms", "chip_bandwidth",
         ):  # fmt: skip
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
@@ -141,6 +148,16 @@ class Device:
     def type(self) -> str:
         return self.kind.type
 
+    @property
+    def chip(self) -> str:
+        """The physical device: the same for all streams of a GPU, and for all its partitions."""
+        return chips.parse(self.name).chip
+
+    @property
+    def sharing(self) -> str:
+        """`stream` or `part` for a device that is one of several on its chip; otherwise nothing."""
+        return chips.parse(self.name).sharing
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -162,6 +179,10 @@ class Link:
     packs and unpacks on the cores that compute."""
     overhead_bandwidth: float = math.inf
     """Bytes per second of that work, on top."""
+    relays: bool = False
+    """Whether all of a tensor has to arrive at the end of the link before it goes on over the next
+    one, as where a copy to the host's memory and one from there follow each other. Otherwise a way
+    over several links is one transfer, which occupies all of them at once."""
 
     def __post_init__(self) -> None:
         _not_negative(self.latency_seconds, f"latency of link {self.name!r}")
@@ -201,6 +222,15 @@ class Routes:
     """[D * D + 1] channels of the route from s to d: `channels[offsets[s*D+d] : ...]`."""
     channels: IndexArray
     channel_names: tuple[str, ...]
+    relayed: BoolArray
+    """[D, D] whether the links of the route carry a tensor one after another (`Link.relays`). The
+    sums above are then those of a transfer that waits for nobody."""
+    hop_latency_seconds: FloatArray
+    """[channels] of the link that each entry of `channels` belongs to, for relayed routes."""
+    hop_gap_seconds: FloatArray
+    """[channels] likewise."""
+    hop_seconds_per_byte: FloatArray
+    """[channels] likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,6 +278,7 @@ class Cluster:
                         )
                 if pair[0] == pair[1]:
                     raise ClusterError(f"link {link.name!r} joins {pair[0]!r} with itself")
+        _check_chips(self)
         _ = self.routes  # finds devices that cannot reach each other
 
     @property
@@ -282,6 +313,42 @@ class Cluster:
             apart = [self.issue == "host"] * self.num_devices
         return frozen(np.array(apart, dtype=np.bool_))
 
+    @cached_property
+    def shared_chips(self) -> tuple[str, ...]:
+        """Chips that several devices are streams or partitions of."""
+        names = [device.chip for device in self.devices]
+        return tuple(name for name in dict.fromkeys(names) if names.count(name) > 1)
+
+    @cached_property
+    def chip_of_device(self) -> IndexArray:
+        """[D] index into `shared_chips`, -1 for a device that shares its chip with none."""
+        index = {name: number for number, name in enumerate(self.shared_chips)}
+        return frozen(np.array([index.get(d.chip, -1) for d in self.devices], dtype=np.int32))
+
+    @cached_property
+    def pool_of_device(self) -> IndexArray:
+        """[D] the first device with the same memory: streams of a GPU have one, whose limit is the
+        least that any of them is given. Every other device has its own."""
+        first: dict[str, int] = {}
+        pools = [
+            first.setdefault(device.chip, d) if device.sharing == chips.STREAM else d
+            for d, device in enumerate(self.devices)
+        ]
+        return frozen(np.array(pools, dtype=np.int32))
+
+    @cached_property
+    def pool_bytes(self) -> IntArray:
+        """[D] the limit of the memory that each device uses, alone or with others."""
+        limits = np.array([device.memory_bytes for device in self.devices], dtype=np.int64)
+        least = limits.copy()
+        np.minimum.at(least, self.pool_of_device, limits)
+        return frozen(least[self.pool_of_device])
+
+    def direct(self, source: int, target: int) -> bool:
+        """Whether a link joins the two devices, so that tensors need not go through the host."""
+        ends = {self.device_names[source], self.device_names[target]}
+        return any(ends == set(pair) for link in self.links for pair in link.pairs)
+
     @property
     def unshared_host(self) -> str:
         """Why no two transfers share anything though they should, or nothing: several devices are
@@ -300,8 +367,10 @@ class Cluster:
         return ""
 
     def device_number(self, name: str) -> int:
+        """Of a device by its name; torch's names for GPUs will do."""
+        names = self.device_names
         try:
-            return self.device_names.index(name)
+            return names.index(name if name in names else chips.canonical(name))
         except ValueError:
             raise ClusterError(
                 f"cluster {self.name!r} has no device {name!r}; "
@@ -342,6 +411,8 @@ def _load(source: str | Path) -> Cluster:
     name = str(source)
     if name == "local":
         return from_document(local_document(), where=name)
+    if name.startswith(_CHOSEN):
+        return chosen(name.removeprefix(_CHOSEN).split(","), where=name)
     preset = resources.files("placewright").joinpath("clusters").joinpath(f"{name}.yaml")
     if re.fullmatch(r"[a-z0-9-]+", name) and preset.is_file():
         return from_document(_parse_yaml(preset.read_text("utf-8"), name), where=name)
@@ -353,6 +424,51 @@ def _load(source: str | Path) -> Cluster:
         )
     text = read_text(path, ClusterError, what="cluster")
     return from_document(_parse_yaml(text, name), where=name)
+
+
+_CHOSEN = "local:"
+"""Before devices of this machine, as in `local:cuda:0/stream:0-3,cpu`."""
+
+
+def chosen(
+    devices: Sequence[str],
+    *,
+    through_host: bool = False,
+    sms: int | None = None,
+    issue: str = "device",
+    where: str = "devices",
+) -> Cluster:
+    """Some devices of this machine: GPUs, streams (`cuda:0/stream:0`) or partitions of them
+    (`cuda:0/part:0`), and CPUs, which share the cores.
+
+    Args:
+        devices: their names; a range of numbers stands for as many (`cuda:0/part:0-3`). Besides
+            these, as on a command line, `via-host`, `sms=N` and `issue=WHO`.
+        through_host: partitions of a GPU exchange tensors through the host's memory, as separate
+            GPUs would, and not within the GPU.
+        sms: multiprocessors of each partition; equal shares unless given.
+        issue: who issues the ops, see `Cluster.issue`.
+        where: what errors call the list.
+    """
+    names = []
+    for entry in devices:
+        key, _, value = entry.strip().partition("=")
+        if key == "via-host":
+            through_host = True
+        elif key == "sms":
+            if not value.isdecimal():
+                raise ClusterError(f"{where}: sms={value} is no number of multiprocessors")
+            sms = int(value)
+        elif key == "issue":
+            issue = value
+        else:
+            names.append(entry.strip())
+    try:
+        builtin = {name: _kind_document(kind) for name, kind in builtin_kinds().items()}
+        document = chosen_document(chips.expanded(names), through_host, sms, builtin)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
+    return from_document({**document, "issue": issue}, where=where)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -376,26 +492,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "name": cluster.name,
-        "kinds": {
-            kind.name: {
-                "type": kind.type,
-                "peak_flops": kind.peak_flops,
-                "memory_bandwidth": kind.memory_bandwidth,
-                "memory": kind.memory_bytes,
-                "slots": kind.slots,
-                "dispatch": kind.dispatch_seconds,
-                "launch": kind.launch_seconds,
-                **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
-                "efficiency": dict(kind.efficiency),
-                **(
-                    {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
-                    if kind.cache_bandwidth
-                    else {}
-                ),
-                **({} if kind.pinned_bytes is None else {"pinned": kind.pinned_bytes}),
-            }
-            for kind in cluster.kinds
-        },
+        "kinds": {kind.name: _kind_document(kind) for kind in cluster.kinds},
         "devices": [
             {
                 "name": device.name,
@@ -422,14 +519,38 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _optional_document(link: Link) -> dict[str, float]:
-    document = {}
+def _kind_document(kind: DeviceKind) -> dict[str, Any]:
+    return {
+        "type": kind.type,
+        "peak_flops": kind.peak_flops,
+        "memory_bandwidth": kind.memory_bandwidth,
+        "memory": kind.memory_bytes,
+        "slots": kind.slots,
+        "dispatch": kind.dispatch_seconds,
+        "launch": kind.launch_seconds,
+        **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
+        "efficiency": dict(kind.efficiency),
+        **(
+            {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
+            if kind.cache_bandwidth
+            else {}
+        ),
+        **({"sms": kind.sms} if kind.sms else {}),
+        **({"chip_bandwidth": kind.chip_bandwidth} if kind.chip_bandwidth else {}),
+        **({} if kind.pinned_bytes is None else {"pinned": kind.pinned_bytes}),
+    }
+
+
+def _optional_document(link: Link) -> dict[str, float | bool]:
+    document: dict[str, float | bool] = {}
     if link.gap_seconds is not None:
         document["gap"] = link.gap_seconds
     if link.overhead_seconds:
         document["overhead"] = link.overhead_seconds
     if link.overhead_bandwidth < math.inf:
         document["overhead_bandwidth"] = link.overhead_bandwidth
+    if link.relays:
+        document["relays"] = True
     return document
 
 
@@ -452,7 +573,7 @@ def _cluster(document: object, where: str) -> Cluster:
     _not_more(len(_list(fields.get("devices"), "'devices'")), _MOST_DEVICES, "devices")
     for entry in fields["devices"]:
         data = _fields(entry, "a device", {"name", "kind", "memory", "pinned"})
-        name = _string(data.get("name"), "the name of a device")
+        name = _node(data.get("name"), "the name of a device")
         kind_name = _string(data.get("kind"), f"'kind' of device {name!r}")
         if kind_name not in kinds:
             raise ClusterError(
@@ -473,26 +594,27 @@ def _cluster(document: object, where: str) -> Cluster:
     for entry in _list(fields.get("links", []), "'links'"):
         known = {
             "name", "latency", "bandwidth", "pairs", "duplex", "gap", "overhead",
-            "overhead_bandwidth",
+            "overhead_bandwidth", "relays",
         }  # fmt: skip
         data = _fields(entry, "a link", known)
         name = _string(data.get("name"), "the name of a link")
         pairs = []
         for pair in _list(data.get("pairs"), f"'pairs' of link {name!r}"):
-            ends = [_string(end, f"an end of link {name!r}") for end in _list(pair, "a pair")]
+            ends = [_node(end, f"an end of link {name!r}") for end in _list(pair, "a pair")]
             if len(ends) != 2:
                 raise ClusterError(f"link {name!r}: a pair has two ends, not {len(ends)}")
             pairs.append((ends[0], ends[1]))
-        duplex = data.get("duplex", True)
-        if not isinstance(duplex, bool):
-            raise ClusterError(f"link {name!r}: 'duplex' must be true or false")
+        for key in ("duplex", "relays"):
+            if not isinstance(data.get(key, False), bool):
+                raise ClusterError(f"link {name!r}: {key!r} must be true or false")
         links.append(
             Link(
                 name=name,
                 latency_seconds=_quantity(data.get("latency"), _SECONDS, f"latency of {name!r}"),
                 bandwidth=_quantity(data.get("bandwidth"), _RATES, f"bandwidth of {name!r}"),
                 pairs=tuple(pairs),
-                duplex=duplex,
+                duplex=data.get("duplex", True),
+                relays=data.get("relays", False),
                 gap_seconds=(
                     _quantity(data["gap"], _SECONDS, f"gap of {name!r}") if "gap" in data else None
                 ),
@@ -507,9 +629,7 @@ def _cluster(document: object, where: str) -> Cluster:
             )
         )
     _not_more(sum(len(link.pairs) for link in links), _MOST_PAIRS, "pairs of devices on links")
-    switches = [
-        _string(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")
-    ]
+    switches = [_node(item, "a switch") for item in _list(fields.get("switches", []), "'switches'")]
     name = _string(fields.get("name", Path(where).stem), "the cluster's name")
     return Cluster(
         name=name,
@@ -530,12 +650,17 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "gap", "efficiency", "cache", "cache_bandwidth", "pinned",
+            "gap", "efficiency", "cache", "cache_bandwidth", "sms", "chip_bandwidth", "pinned",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
         if not isinstance(efficiency, dict):
             raise ClusterError(f"'efficiency' of {what} must map op classes to shares")
+        sms = data.get("sms", 0)
+        if isinstance(sms, bool) or not isinstance(sms, int) or not 0 <= sms <= _MOST_SMS:
+            raise ClusterError(
+                f"'sms' of {what} must be a whole number up to {_MOST_SMS}, not {sms!r:.40}"
+            )
         slots = data.get("slots", 1)
         if isinstance(slots, bool) or not isinstance(slots, int) or slots > _MOST_SLOTS:
             raise ClusterError(
@@ -561,6 +686,10 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
                 for key, value in efficiency.items()
             },
+            sms=sms,
+            chip_bandwidth=_quantity(
+                data.get("chip_bandwidth", 0.0), _RATES, f"chip_bandwidth of {what}"
+            ),
             pinned_bytes=_optional_bytes(data.get("pinned"), f"pinned memory of {what}"),
         )
     return result
@@ -574,6 +703,7 @@ _MOST_DEVICES = 1024
 _MOST_KINDS = 256
 _MOST_PAIRS = 1_000_000
 _MOST_SLOTS = 1024
+_MOST_SMS = 100_000
 
 
 def _parse_yaml(text: str, where: str) -> object:
@@ -634,6 +764,12 @@ def _string(value: object, what: str) -> str:
     return value
 
 
+def _node(value: object, what: str) -> str:
+    """A device or a switch; torch's names for GPUs are taken, too."""
+    name = _string(value, what)
+    return chips.canonical(name) if re.match(r"cuda(?=[:/]|$)", name) else name
+
+
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {f"{prefix}B": scale for prefix, scale in {**_DECIMAL, **_BINARY}.items()}
@@ -681,6 +817,21 @@ def _not_negative(value: float, what: str) -> None:
         raise ClusterError(f"{what} must not be negative, not {value:g}")
 
 
+def _check_chips(cluster: Cluster) -> None:
+    """A chip is one device, or several streams, or several partitions."""
+    for chip in cluster.shared_chips:
+        mine = [device for device in cluster.devices if device.chip == chip]
+        ways = {device.sharing for device in mine}
+        if len(ways) > 1:
+            raise ClusterError(
+                f"cluster {cluster.name!r}: {chip} is there as {mine[0].name!r} and as "
+                f"{next(d.name for d in mine if d.sharing != mine[0].sharing)!r}; a device is "
+                "whole, or shared by streams, or divided into partitions"
+            )
+        if ways == {chips.STREAM} and len({device.kind.name for device in mine}) > 1:
+            raise ClusterError(f"cluster {cluster.name!r}: streams of {chip} are of several kinds")
+
+
 def _unique(names: Sequence[str], what: str, cluster: str) -> None:
     seen: set[str] = set()
     for name in names:
@@ -711,8 +862,10 @@ def _find_routes(cluster: Cluster) -> Routes:
     per_byte = np.zeros((n, n))
     overhead = np.zeros((n, n))
     overhead_per_byte = np.zeros((n, n))
+    relayed = np.zeros((n, n), dtype=np.bool_)
     offsets = [0]
     channels: list[int] = []
+    hops: list[tuple[float, float, float]] = []
     for s, source in enumerate(cluster.device_names):
         ways = _quickest_ways(source, neighbours)
         for d, target in enumerate(cluster.device_names):
@@ -722,16 +875,17 @@ def _find_routes(cluster: Cluster) -> Routes:
                         f"cluster {cluster.name!r}: no link leads from {source!r} to {target!r}"
                     )
                 way = ways[target]
+                relayed[s, d] = len(way) > 1 and any(link.relays for link, _ in way[:-1])
+                slowest = sum if relayed[s, d] else max
                 latency[s, d] = sum(link.latency_seconds for link, _ in way)
-                gap[s, d] = sum(
-                    link.latency_seconds if link.gap_seconds is None else link.gap_seconds
-                    for link, _ in way
-                )
-                per_byte[s, d] = max(1.0 / link.bandwidth for link, _ in way)
+                gap[s, d] = sum(_gap(link) for link, _ in way)
+                per_byte[s, d] = slowest(1.0 / link.bandwidth for link, _ in way)
                 overhead[s, d] = sum(link.overhead_seconds for link, _ in way)
                 overhead_per_byte[s, d] = sum(1.0 / link.overhead_bandwidth for link, _ in way)
                 # A shared wire that is not duplex can come twice (up to the host, down again).
-                channels += dict.fromkeys(channel for _, channel in way)
+                used = way if relayed[s, d] else list({c: (k, c) for k, c in way}.values())
+                channels += [channel for _, channel in used]
+                hops += [(k.latency_seconds, _gap(k), 1.0 / k.bandwidth) for k, _ in used]
             offsets.append(len(channels))
     return Routes(
         latency_seconds=frozen(latency),
@@ -742,7 +896,15 @@ def _find_routes(cluster: Cluster) -> Routes:
         offsets=frozen(np.array(offsets, dtype=np.int32)),
         channels=frozen(np.array(channels, dtype=np.int32)),
         channel_names=tuple(channel_names),
+        relayed=frozen(relayed),
+        hop_latency_seconds=frozen(np.array([hop[0] for hop in hops])),
+        hop_gap_seconds=frozen(np.array([hop[1] for hop in hops])),
+        hop_seconds_per_byte=frozen(np.array([hop[2] for hop in hops])),
     )
+
+
+def _gap(link: Link) -> float:
+    return link.latency_seconds if link.gap_seconds is None else link.gap_seconds
 
 
 def _quickest_ways(

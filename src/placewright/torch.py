@@ -18,13 +18,13 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 import placewright
+from placewright import chips
 from placewright.backends.pytorch import torch_name
 from placewright.backends.pytorch.exporting import Inputs, Loss, Task
 from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
-from placewright.cluster import Cluster, from_document
+from placewright.cluster import Cluster, chosen
 from placewright.costs import estimate_costs
-from placewright.discovery import local_document
 from placewright.errors import ClusterError, PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, make_problem
@@ -99,7 +99,8 @@ def plan(
         inputs: what it is called with: a tensor, a tuple of arguments, a mapping of keywords, or
             `Inputs(args, kwargs)`. Only shapes count.
         devices: torch's names of devices of this machine (`["cuda:0", "cpu"]`; `cpu:0` and `cpu:1`
-            share the CPU), or a `Cluster`, the name of a preset, or a cluster file.
+            share the CPU; `cuda:0/stream:0` and `cuda:0/part:0` are a stream and a partition of a
+            GPU), or a `Cluster`, the name of a preset, or a cluster file.
         max_memory: bytes, or a text such as `10GiB`, that a device may give, by its name.
         level: `op` places op by op; `module` keeps whole what accelerate and pipelines keep whole.
         budget: seconds to search, or a text such as `5m`.
@@ -163,48 +164,20 @@ def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Pr
 # --- devices -------------------------------------------------------------------------------------
 
 
-def cluster_of(devices: Sequence[str] | Cluster | str) -> Cluster:
-    """Torch's names of devices as a cluster."""
+def cluster_of(
+    devices: Sequence[str] | Cluster | str,
+    *,
+    through_host: bool = False,
+    sms: int | None = None,
+    issue: str = "device",
+) -> Cluster:
+    """Torch's names of devices as a cluster, and those of streams and partitions of a GPU; the
+    settings are those of `placewright.cluster.chosen`, for devices of this machine."""
     if isinstance(devices, Cluster):
         return devices
     if isinstance(devices, str):
         return Cluster.load(devices)
-    document = local_document()
-    known = {entry["name"]: entry for entry in document["devices"]}
-    names = [_cluster_name(name) for name in devices]
-    if not names or len(set(names)) < len(names):
-        raise ClusterError(f"devices must be different, at least one, not {list(devices)}")
-    cpus = [name for name in names if name.startswith("cpu")]
-    for given, name in zip(devices, names, strict=True):
-        if name not in known and not name.startswith("cpu:"):
-            raise ClusterError(
-                f"this machine has no {given}; it has {', '.join(map(torch_name, known))}. To plan "
-                "for another machine, give a cluster file or a preset such as 'a100x4'"
-            )
-    host = document["kinds"]["local-cpu"]
-    host["memory"] //= max(1, len(cpus))
-    host["peak_flops"] /= max(1, len(cpus))
-    host["memory_bandwidth"] /= max(1, len(cpus))
-    document["devices"] = [
-        {"name": name, "kind": "local-cpu"} if name in cpus else known[name] for name in names
-    ]
-    kept = {*names, "cpu:0"}
-    links = [
-        link for link in document["links"] if all(end in kept for p in link["pairs"] for end in p)
-    ]
-    if len(cpus) > 1:
-        pairs = [[a, b] for i, a in enumerate(cpus) for b in cpus[i + 1 :]]
-        links.append({"name": "memory", "latency": 10e-6, "bandwidth": 5e9, "pairs": pairs})
-    document["links"] = links
-    document["switches"] = [] if "cpu:0" in names else ["cpu:0"]
-    document["name"] = " ".join(devices)
-    return from_document(document, where="devices")
-
-
-def _cluster_name(name: str) -> str:
-    kind, _, number = str(name).partition(":")
-    kind = "gpu" if kind == "cuda" else kind
-    return f"{kind}:{number or 0}"
+    return chosen(devices, through_host=through_host, sms=sms, issue=issue)
 
 
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
@@ -213,13 +186,16 @@ _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
 
 def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
     """The cluster with less, or more, memory on some devices."""
-    sizes = {_cluster_name(name): _size(name, size) for name, size in limits.items()}
+    sizes = {chips.canonical(name): _size(name, size) for name, size in limits.items()}
+    streamed = {d.chip for d in cluster.devices if d.sharing == chips.STREAM}
     for name in sizes:
-        cluster.device_number(name)
+        if name not in streamed:
+            cluster.device_number(name)
     return replace(
         cluster,
         devices=tuple(
-            replace(d, memory_bytes=sizes.get(d.name, d.memory_bytes)) for d in cluster.devices
+            replace(d, memory_bytes=sizes.get(d.name, sizes.get(d.chip, d.memory_bytes)))
+            for d in cluster.devices
         ),
     )
 

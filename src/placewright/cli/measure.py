@@ -10,11 +10,13 @@ from rich.table import Table
 
 from placewright import backends
 from placewright.backends.base import LoadOptions, RunConfig
+from placewright.chips import PART, STREAM
 from placewright.cli import common
 from placewright.cli.common import PlacementOptions
 from placewright.cli.options import Only, add_command
 from placewright.cli.real import FeedsOption, RunOptions, feeds_from, run_config
-from placewright.cluster import Cluster, preset_names
+from placewright.cluster import Cluster, Device, preset_names
+from placewright.discovery import SM_STEP
 from placewright.problem import ProblemConfig
 from placewright.units import format_bytes, format_seconds
 
@@ -122,6 +124,27 @@ def _print(cluster: Cluster, facts: dict[str, Any]) -> None:
             say(f"  {common.escaped(line)}")
 
 
+def _parts(device: Device) -> dict[str, Any]:
+    """What a GPU can be shared by, or divided into."""
+    if device.type != "gpu":
+        return {"sms": 0, "parts": {}, "most_partitions": 0}
+    most = device.kind.sms // SM_STEP
+    names = {STREAM: f"{device.name}/{STREAM}:K", PART: f"{device.name}/{PART}:K"}
+    if not most:
+        del names[PART]
+    return {"sms": device.kind.sms, "parts": names, "most_partitions": most}
+
+
+def _parts_line(entry: dict[str, Any]) -> str:
+    line = f"{entry['parts'][STREAM]} is a stream of {entry['name']}"
+    if PART in entry["parts"]:
+        line += (
+            f", {entry['parts'][PART]} one of up to {entry['most_partitions']} partitions of its "
+            f"{entry['sms']} multiprocessors"
+        )
+    return line
+
+
 def devices(as_json: common.JsonOption = False) -> None:
     """Show the devices of this machine, and the clusters that can be measured on it.
 
@@ -134,7 +157,13 @@ def devices(as_json: common.JsonOption = False) -> None:
         "cores": usable_cores(),
         **{backend.name: backend.installed() for backend in backends.every()},
         "devices": [
-            {"name": d.name, "kind": d.kind.name, "type": d.type, "memory_bytes": d.memory_bytes}
+            {
+                "name": d.name,
+                "kind": d.kind.name,
+                "type": d.type,
+                "memory_bytes": d.memory_bytes,
+                **_parts(d),
+            }
             for d in local.devices
         ],
         "measurable": backends.measurable(preset_names()),
@@ -147,6 +176,9 @@ def devices(as_json: common.JsonOption = False) -> None:
         memory = format_bytes(entry["memory_bytes"])
         table.add_row(*(common.escaped(text) for text in (entry["name"], entry["kind"], memory)))
     common.console.print(table)
+    for entry in facts["devices"]:
+        if entry["parts"]:
+            common.console.print(common.escaped(_parts_line(entry)))
     cores = "1 core" if facts["cores"] == 1 else f"{facts['cores']} cores"
     common.console.print(f"{cores} for this process")
     for backend in backends.every():

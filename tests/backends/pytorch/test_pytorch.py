@@ -383,7 +383,7 @@ def test_other_errors_of_a_search_say_what_they_are() -> None:
 
 
 def test_devices_that_are_not_there() -> None:
-    with pytest.raises(ClusterError, match="this machine has no cuda:77; it has cpu:0"):
+    with pytest.raises(ClusterError, match="this machine has no gpu:77; it has cpu:0"):
         pt.cluster_of(["cuda:77"])
     with pytest.raises(ClusterError, match="give bytes or a text such as '10GiB'"):
         pt.with_memory(pt.cluster_of(DEVICES), {"cpu:0": "much"})

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,20 @@ def program() -> TensorFlowProgram:
 def runner(program: TensorFlowProgram) -> Iterator[TensorFlowRunner]:
     with TensorFlowRunner(program, CPU2, RunConfig(check=True, max_steps=10)) as runner:
         yield runner
+
+
+@pytest.fixture(scope="module")
+def servers(program: TensorFlowProgram) -> Iterator[Mapping[str, str]]:
+    """Addresses of two devices that run already. A runner of those starts one process in place of
+    three; of several, one after another."""
+    ports = tuple(free_ports(2))
+    # Open, so that runners and sessions of ours reach them.
+    config = RunConfig(steps=3, max_steps=3, ports=ports, open_servers=True)
+    with TensorFlowRunner(program, CPU2, config) as runner:
+        runner.start()
+        yield {f"cpu:{number}": f"127.0.0.1:{port}" for number, port in enumerate(ports)}
+        assert runner.restarts == 0
+        assert not any(gone(pid) for pid in runner.pids)
 
 
 def by_tower(program: TensorFlowProgram) -> list[int]:
@@ -205,9 +219,10 @@ def test_constraints_hold_for_measurements_too(
     assert "kept off cpu:1 by a constraint" in measurement.reason
 
 
-def test_keeps_the_contract_of_runners() -> None:
-    program = towers()
-    config = RunConfig(steps=4, max_steps=5, time_limit_seconds=30.0)
+def test_keeps_the_contract_of_runners(
+    program: TensorFlowProgram, servers: Mapping[str, str]
+) -> None:
+    config = RunConfig(steps=4, max_steps=5, time_limit_seconds=30.0, addresses=servers)
     with TensorFlowRunner(program, CPU2, config) as runner:
 
         def kill() -> None:
@@ -387,7 +402,9 @@ def test_no_kernel_and_not_a_number_are_outcomes() -> None:
     assert "\n" not in run.measurement.reason
 
 
-def test_variables_that_run_away_over_many_placements_begin_anew() -> None:
+def test_variables_that_run_away_over_many_placements_begin_anew(
+    servers: Mapping[str, str],
+) -> None:
     def build() -> None:
         x = tf.compat.v1.placeholder(tf.float32, [4], name="x")
         growing = tf.compat.v1.get_variable(
@@ -401,7 +418,8 @@ def test_variables_that_run_away_over_many_placements_begin_anew() -> None:
         tf.add(tf.reduce_sum(wild * 1e38), 0.0 * tf.reduce_sum(x), name="always")
 
     config = RunConfig(steps=10, max_steps=10)
-    with TensorFlowRunner(small(build, ["total:0"]), CPU2, config) as runner:
+    on_both = dataclasses.replace(config, addresses=servers)
+    with TensorFlowRunner(small(build, ["total:0"]), CPU2, on_both) as runner:
         for number in range(12):
             # The same again and again, and both devices by turns.
             devices = runs_on(runner.program, 0 if number < 6 else number % 2)
@@ -411,14 +429,14 @@ def test_variables_that_run_away_over_many_placements_begin_anew() -> None:
             assert unused == 0  # though the other device keeps its copy
         assert runner.restarts == 0
     # One that does so with new variables too has failed.
-    with TensorFlowRunner(small(build, ["always:0"]), CPU2, config) as runner:
+    with TensorFlowRunner(small(build, ["always:0"]), Cluster.load("local"), config) as runner:
         for _ in range(2):
             measurement = runner.measure(runs_on(runner.program)).measurement
             assert measurement.outcome is Outcome.FAILED
             assert "infinity in 'always:0'" in measurement.reason
 
 
-def test_what_failed_runs_left_behind_is_not_counted() -> None:
+def test_what_failed_runs_left_behind_is_not_counted(servers: Mapping[str, str]) -> None:
     def build() -> None:
         x = tf.compat.v1.placeholder(tf.float32, [1000], name="x")
         big = tf.compat.v1.get_variable("big", [1000, 1000], use_resource=True)
@@ -432,7 +450,7 @@ def test_what_failed_runs_left_behind_is_not_counted() -> None:
             tf.reduce_sum(tf.linalg.matvec(big, x), name="sum")
         tf.multiply(x, 2.0, name="other")
 
-    config = RunConfig(steps=3, max_steps=3)
+    config = RunConfig(steps=3, max_steps=3, addresses=servers)
     with TensorFlowRunner(small(build, ["sum:0", "other:0"]), CPU2, config) as runner:
         mostly_left = [int(name == "other") for name in runner.program.graph.op_names]
         assert runner.measure(mostly_left).measurement.peak_bytes[1] < 1e6
@@ -460,8 +478,9 @@ def test_more_than_a_devices_memory(program: TensorFlowProgram) -> None:
         assert runner.restarts == 0  # TensorFlow survives it
 
 
-def test_a_device_that_dies_or_takes_too_long(program: TensorFlowProgram) -> None:
+def test_what_dies_hangs_or_takes_too_long_is_replaced(program: TensorFlowProgram) -> None:
     config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
+    quick = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
     with TensorFlowRunner(program, CPU2, config) as runner:
         runner.start()
 
@@ -481,37 +500,36 @@ def test_a_device_that_dies_or_takes_too_long(program: TensorFlowProgram) -> Non
         assert runner.restarts == 1
         assert wait_for(lambda: gone(victim))
 
-        # And the next placement runs, also when a device died while nothing ran.
-        runner.config = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
+        # One that neither answers nor dies: the master, another device, one that the placement does
+        # not use (so that TensorFlow does not notice), the client. After each the next runs.
+        for number, used in ((0, True), (1, True), (1, False), (2, True)):
+            restarts = runner.restarts
+            runner.config = quick
+            assert runner.measure(by_tower(program)).measurement.ok
+            assert runner.restarts == restarts
+            runner.config = config
+            pids = runner.pids
+            threading.Timer(1.0, os.kill, (pids[number], signal.SIGSTOP)).start()
+            hung = runner.measure(by_tower(program) if used else runs_on(program)).measurement
+            assert hung.outcome is Outcome.TIMED_OUT, number
+            assert runner.restarts == restarts + 1
+            assert all(wait_for(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
+
+        # One that died while nothing ran is no fault of the placement that comes next.
+        runner.config = quick
         assert runner.measure(by_tower(program)).measurement.ok
         os.kill(runner.pids[1], signal.SIGKILL)
         assert wait_for(lambda: gone(runner.pids[1]))
         assert runner.measure(by_tower(program)).measurement.ok
-        assert runner.restarts == 2
+        assert runner.restarts == 6
+
+        # Signs of life, and none.
+        assert runner._silent() == ""
+        assert runner._silent() == ""  # not taken for an answer that came late
+        os.kill(runner.pids[1], signal.SIGSTOP)
+        assert runner._silent() == "the process of device cpu:1"
         last = runner.pids
     assert all(wait_for(lambda pid=pid: gone(pid)) for pid in last)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("number", "used"),
-    [(0, True), (1, True), (1, False), (2, True)],
-    ids=["master", "other device", "device not used", "client"],
-)
-def test_a_process_that_hangs(program: TensorFlowProgram, number: int, used: bool) -> None:
-    config = RunConfig(steps=FOREVER, max_steps=FOREVER, time_limit_seconds=4.0)
-    with TensorFlowRunner(program, CPU2, config) as runner:
-        runner.start()
-        pids = runner.pids
-        # It neither answers nor dies.
-        threading.Timer(1.0, os.kill, (pids[number], signal.SIGSTOP)).start()
-        # Where the placement does not use it, TensorFlow does not notice.
-        hung = runner.measure(by_tower(program) if used else runs_on(program)).measurement
-        assert hung.outcome is Outcome.TIMED_OUT
-        assert runner.restarts == 1
-        assert all(wait_for(lambda pid=pid: gone(pid)) for pid in pids)  # type: ignore[misc]
-        # And the next placement runs.
-        runner.config = dataclasses.replace(config, steps=3, max_steps=3, time_limit_seconds=60.0)
-        assert runner.measure(by_tower(program)).measurement.ok
 
 
 def test_servers_are_in_a_private_network(program: TensorFlowProgram) -> None:
@@ -530,9 +548,8 @@ def test_servers_are_in_a_private_network(program: TensorFlowProgram) -> None:
         assert runner.restarts == 1
         holder = runner._network._holder.pid
     assert wait_for(lambda: gone(holder))
-    with TensorFlowRunner(program, Cluster.load("local"), RunConfig(steps=3)) as one_process:
-        one_process.start()
-        assert one_process._network is None  # no servers, nobody to keep out
+    one_process = TensorFlowRunner(program, Cluster.load("local"), RunConfig(steps=3))
+    assert one_process._make_network() is None  # no servers, nobody to keep out
 
 
 def test_without_a_private_network_servers_are_opened_only_when_told_to(
@@ -550,17 +567,7 @@ def test_without_a_private_network_servers_are_opened_only_when_told_to(
     assert "open_servers" in BACKEND.why_not_here(CPU2)
     opened = RunConfig(steps=3, max_steps=3, open_servers=True)
     assert BACKEND.why_not_here(CPU2, opened) == ""
-    with TensorFlowRunner(program, CPU2, opened) as runner:
-        assert runner.measure(by_tower(program)).measurement.ok
-
-
-def test_signs_of_life(program: TensorFlowProgram) -> None:
-    with TensorFlowRunner(program, CPU2) as runner:
-        runner.start()
-        assert runner._silent() == ""
-        assert runner._silent() == ""  # not taken for an answer that came late
-        os.kill(runner.pids[1], signal.SIGSTOP)
-        assert runner._silent() == "the process of device cpu:1"
+    assert TensorFlowRunner(program, CPU2, opened)._make_network() is None
 
 
 def test_a_port_that_is_taken(program: TensorFlowProgram, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,45 +590,39 @@ def test_a_port_that_is_taken(program: TensorFlowProgram, monkeypatch: pytest.Mo
         config = RunConfig(steps=3, max_steps=3, open_servers=True)
         with TensorFlowRunner(program, CPU2, config) as ours:
             assert ours.measure(runs_on(program)).measurement.ok
-            # Servers that run already are used as they are: all that is started is a client.
-            addresses = {f"cpu:{number}": f"127.0.0.1:{free[number]}" for number in range(2)}
-            config = RunConfig(steps=3, max_steps=3, addresses=addresses, check=True)
-            with TensorFlowRunner(program, CPU2, config) as guest:
-                run = guest.measure(by_tower(program))
-                assert run.measurement.ok
-                assert run.misplaced == ()
-                assert len(guest.pids) == 1
-            assert not any(gone(pid) for pid in ours.pids)
+            assert ours._target == f"grpc://127.0.0.1:{free[0]}"
 
 
-def test_what_others_keep_on_their_servers_stays(program: TensorFlowProgram) -> None:
-    ports = free_ports(2)
-    quick = RunConfig(steps=3, max_steps=3)
+def test_what_others_keep_on_their_servers_stays(
+    program: TensorFlowProgram, servers: Mapping[str, str]
+) -> None:
     graph = tf.Graph()
     with graph.as_default():
         # Of the same name as one of the program's.
         mine = tf.compat.v1.get_variable("left/kernel", [], use_resource=True)
         put, got = mine.assign(7.0).op, mine.read_value()
-    target = f"grpc://127.0.0.1:{ports[0]}"
-    # Open, so that two runners and a session of ours reach them.
-    reachable = dataclasses.replace(quick, ports=tuple(ports), open_servers=True)
-    with TensorFlowRunner(program, CPU2, reachable) as servers:
-        servers.start()
-        with tf.compat.v1.Session(target, graph=graph) as session:
-            session.run(put)
-        addresses = {f"cpu:{number}": f"127.0.0.1:{ports[number]}" for number in range(2)}
-        with TensorFlowRunner(
-            program, CPU2, dataclasses.replace(quick, addresses=addresses)
-        ) as guest:
-            assert guest.measure(runs_on(program)).measurement.ok
-            guest.restart_client()  # which clears what the one before left
-            assert guest.measure(runs_on(program)).measurement.ok
-        with tf.compat.v1.Session(target, graph=graph) as session:
-            assert session.run(got) == 7.0
+    target = f"grpc://{servers['cpu:0']}"
+    with tf.compat.v1.Session(target, graph=graph) as session:
+        session.run(put)
+    # Servers that run already are used as they are: all that is started is a client.
+    config = RunConfig(steps=3, max_steps=3, check=True, addresses=servers)
+    with TensorFlowRunner(program, CPU2, config) as guest:
+        run = guest.measure(by_tower(program))
+        assert run.measurement.ok
+        assert run.misplaced == ()
+        assert len(guest.pids) == 1
+        guest.restart_client()  # which clears what the one before left
+        assert guest.measure(runs_on(program)).measurement.ok
+    with tf.compat.v1.Session(target, graph=graph) as session:
+        assert session.run(got) == 7.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "cluster", "children"), [(signal.SIGKILL, "cpu2", 3), (signal.SIGINT, "local", 1)]
+)
+def test_nothing_outlives_the_parent(
+    number: signal.Signals, cluster: str, children: int, tmp_path: Path
+) -> None:
     script = textwrap.dedent(
         """
         import signal
@@ -635,7 +636,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         program = towers()
         config = RunConfig(steps=10**6, max_steps=10**6, time_limit_seconds=600)
-        runner = TensorFlowRunner(program, Cluster.load("cpu2"), config)
+        runner = TensorFlowRunner(program, Cluster.load(sys.argv[1]), config)
         runner.start()
         print(*runner.pids, flush=True)
         runner.measure([0] * program.graph.num_ops)
@@ -645,7 +646,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
     root = Path(__file__).parents[3]
     environment["PYTHONPATH"] = f"{root}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     parent = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script, cluster],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
@@ -654,7 +655,7 @@ def test_nothing_outlives_the_parent(number: signal.Signals, tmp_path: Path) -> 
     assert parent.stdout is not None
     try:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3
+        assert len(pids) == children
         time.sleep(1.0)  # until it measures
         assert not any(gone(pid) for pid in pids)
         parent.send_signal(number)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from placewright.backends.processes import read_all, serve
+from placewright.backends.tensorflow.lean import import_tensorflow
 from placewright.backends.timing import Timing
 
 _LOST = ("UnavailableError", "AbortedError", "CancelledError")
@@ -31,9 +32,7 @@ class Client:
     """One graph on one set of devices; a new session for every placement."""
 
     def __init__(self, greeting: Mapping[str, Any]) -> None:
-        import tensorflow as tf
-
-        self._tf = tf
+        self._tf = tf = import_tensorflow()
         self._v1 = tf.compat.v1
         self._target: str = greeting["target"]
         self._devices: list[str] = greeting["devices"]

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from placewright.backends.processes import serve
+from placewright.backends.tensorflow.lean import import_tensorflow
 
 _servers: list[Any] = []
 
@@ -21,8 +22,7 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     # Before TensorFlow is imported: it sizes its thread pools by the cores it finds.
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
-    import tensorflow as tf
-
+    tf = import_tensorflow()
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=max(1, len(request["cores"])),
         inter_op_parallelism_threads=request["threads_between_ops"],
