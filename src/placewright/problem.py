@@ -347,16 +347,17 @@ class Problem:
 
     def pinned_bytes(self, devices: IndexArray) -> IntArray:
         """[B, D] memory that a host has to pin: of the weights that are at home there, those read
-        on another device. `devices` is [B, G]."""
+        where there is another memory. `devices` is [B, G]."""
         result = np.zeros((len(devices), self.num_devices), dtype=np.int64)
         visits = self.visits
         if visits is None or not len(visits):
             return result
         hosts = np.array([device.type == "cpu" for device in self.cluster.devices])
         holder, sizes, reading, starts = self._weight_readers
-        home = devices[:, holder]
+        pools = self.cluster.pool_of_device[devices]
+        home = pools[:, holder]
         weight = np.repeat(np.arange(len(holder)), np.diff(np.append(starts, len(reading))))
-        away = np.logical_or.reduceat(devices[:, reading] != home[:, weight], starts, axis=1)
+        away = np.logical_or.reduceat(pools[:, reading] != home[:, weight], starts, axis=1)
         for device in np.flatnonzero(hosts):
             result[:, device] = np.where(away & (home == device), sizes, 0).sum(axis=1)
         return result

@@ -40,7 +40,7 @@ class Stay(NamedTuple):
     bytes: int
     """Of all weights that it reads."""
     streamed_bytes: int
-    """Of those that are not at home on its device."""
+    """Of those that are not at home in the memory of its device."""
     how: How
 
 
@@ -80,6 +80,7 @@ def stays(problem: Problem, placement: Placement) -> tuple[Stay, ...]:
     placement.check(problem)
     devices = placement.devices.tolist()
     hosts = [device.type == "cpu" for device in problem.cluster.devices]
+    pool = problem.cluster.pool_of_device.tolist()
     result = []
     weights = unit_weights(problem)
     for unit in _by_first_read(problem, weights):
@@ -88,7 +89,7 @@ def stays(problem: Problem, placement: Placement) -> tuple[Stay, ...]:
         at: dict[int, int] = {}
         for holder, size in held.items():
             at[devices[holder]] = at.get(devices[holder], 0) + size
-        streamed = sum(size for where, size in at.items() if where != device)
+        streamed = sum(size for where, size in at.items() if pool[where] != pool[device])
         how = How.STREAMED if streamed else How.HOST if hosts[device] else How.RESIDENT
         home = max(at, key=lambda where: (at[where], -where))
         result.append(
@@ -117,18 +118,20 @@ def _by_first_read(problem: Problem, weights: Mapping[int, object]) -> list[int]
 
 
 def visits_to(problem: Problem, placement: Placement) -> Mapping[int, tuple[Visit, ...]]:
-    """Device -> what travels to it from elsewhere in a step, in the order in which it comes."""
+    """Device -> what travels to it from elsewhere in a step, in the order in which it comes. Where
+    devices have one memory (streams of a GPU), that is the first of them."""
     placement.check(problem)
     visits = problem.visits
     result: dict[int, list[Visit]] = {}
     if visits is None:
         return {}
     device_of = placement.devices[problem.grouping.group_of]
+    pools = problem.cluster.pool_of_device
     for v in range(len(visits)):
         home = int(device_of[visits.owner[v]])
         readers = visits.reader[visits.offsets[v] : visits.offsets[v + 1]]
-        where = device_of[readers]
-        for device in np.unique(where[where != home]).tolist():
+        where = pools[device_of[readers]]
+        for device in np.unique(where[where != pools[home]]).tolist():
             result.setdefault(device, []).append(
                 Visit(
                     op=int(visits.owner[v]),

@@ -51,6 +51,7 @@ def random_case(seed: int) -> Problem:
         seed, max_ops=20, max_groups=20, tight_memory=True,
         overhead=seed % 2 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 2,
         issue=(None, None, "device", "host", "none")[seed // 30 % 5],
+        chips=seed // 150 % 3 == 1,
     )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def case_with_homes(seed: int) -> Problem:
     return random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=seed % 2 == 1, homes=True,
         overhead=seed % 4 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 3,
-        issue=(None, None, "device", "host", "none")[seed // 60 % 5],
+        issue=(None, None, "device", "host", "none")[seed // 60 % 5], chips=seed % 7 > 4,
     )  # fmt: skip
 
 
@@ -380,10 +381,10 @@ def test_many_ops() -> None:
 
 
 def test_compiles_once_for_all_problems() -> None:
-    for seed in range(16):
+    for seed in range(24):
         made = random_problem(
             seed, contention=seed % 2 > 0, issue=(None, "device", "host")[seed % 3],
-            homes=seed >= 8,
+            chips=seed // 6 % 2 > 0, homes=seed >= 12,
         )  # fmt: skip
         problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
@@ -391,9 +392,9 @@ def test_compiles_once_for_all_problems() -> None:
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    # With a log and without: with contention, without, and where ops are issued; and where weights
-    # travel, with ops that are issued and without.
-    assert len(kernel.signatures) == 10
+    # With a log and without: with contention, without, and where ops are issued; where devices
+    # share a chip, with and without issuing; and the same where weights travel.
+    assert len(kernel.signatures) == 14
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from placewright.simulator.kernel import (
     OP,
     UINT,
     USE,
+    Chips,
     Issuing,
     Log,
     Results,
@@ -78,6 +79,7 @@ class Simulator:
         self.flow = Flow.of(problem.graph, problem.visits)
         self._tables = _tables(problem, self.flow)
         self._issuing = _issuing(problem)
+        self._chips = _chips(problem)
         self._streams = _streams(problem, self.flow)
         self._scratches: list[Scratch] = []
         self._stream_states: list[Streams] = []
@@ -168,7 +170,7 @@ class Simulator:
         next_row = np.zeros(1, dtype=np.int64)
         simulate(
             self._tables, scratch, placements, next_row, results, log, self._working(),
-            self._issuing, streams,
+            self._issuing, self._chips, streams,
         )  # fmt: skip
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
@@ -212,14 +214,16 @@ class Simulator:
         scratch, streams = self._borrowed(), self._borrowed_streams()
         simulate(
             tables, scratch, placements, next_row, results, None, self._working(), self._issuing,
-            streams,
+            self._chips, streams,
         )  # fmt: skip
         self._give_back(scratch, streams)
 
     def _working(self) -> IntArray | None:
-        # With a contention of 0 it changes nothing. It is there all the same where ops are issued
-        # or weights travel: so the kernel is compiled for that once, and not twice.
-        needed = self._tables.contention or self._issuing is not None or self._streams is not None
+        # With a contention of 0 it changes nothing. It is there all the same where ops are issued,
+        # devices share a chip, or weights travel: so the kernel is compiled for that once, and not
+        # twice.
+        parts = (self._issuing, self._chips, self._streams)
+        needed = self._tables.contention or any(part is not None for part in parts)
         return np.zeros(self.problem.num_devices, dtype=np.int64) if needed else None
 
     def _borrowed_streams(self) -> Streams | None:
@@ -407,11 +411,11 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         per_byte=cluster.routes.seconds_per_byte.flatten(),
         overhead=cluster.routes.overhead_seconds.flatten(),
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
-        memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
+        memory=cluster.pool_bytes.copy(),
         num_queues=sum(slots) + len(cluster.routes.channel_names) + _num_issuers(problem),
         contention=cluster.contention,
     )
-    _check_seconds(tables, problem.issue_seconds.max(axis=0).sum())
+    _check_seconds(tables, problem.issue_seconds.max(axis=0).sum(), bool(cluster.shared_chips))
     return tables
 
 
@@ -446,6 +450,41 @@ def _issuing(problem: Problem) -> Issuing | None:
         seconds=_by_kind(problem, problem.issue_seconds),
         apart=apart,
         queue=(first + np.where(apart, queue, 0)).astype(UINT),
+    )
+
+
+def _chips(problem: Problem) -> Chips | None:
+    """None where no two devices share a chip and no link relays, so that no time is lost on it.
+    Where weights travel there is always one: the kernel is compiled for that once, and not twice.
+    """
+    cluster, routes = problem.cluster, problem.cluster.routes
+    count = len(cluster.shared_chips)
+    if not count and not routes.relayed.any() and not problem.visits:
+        return None
+    slots = [device.kind.slots for device in cluster.devices]
+    chip_of_server = np.repeat(cluster.chip_of_device, slots)
+    members = [np.flatnonzero(chip_of_server == chip) for chip in range(count)]
+    offsets = routes.offsets
+    hops = max(1, int(np.diff(offsets).max()))
+    padded = np.zeros((3, len(offsets) - 1, hops))
+    for route in np.flatnonzero(routes.relayed.ravel()):
+        part = slice(offsets[route], offsets[route + 1])
+        for row, values in zip(
+            padded,
+            (routes.hop_latency_seconds, routes.hop_gap_seconds, routes.hop_seconds_per_byte),
+            strict=True,
+        ):
+            row[route, : offsets[route + 1] - offsets[route]] = values[part]
+    return Chips(
+        pool=cluster.pool_of_device.astype(UINT),
+        chip=np.where(chip_of_server < 0, count, chip_of_server).astype(UINT),
+        first=np.cumsum([0, *(len(servers) for servers in members)]).astype(UINT),
+        servers=np.concatenate([*members, np.zeros(0, dtype=np.int64)]).astype(UINT),
+        demand=np.asarray(problem.costs.demand.T.flatten(), dtype=np.float64),
+        hop_count=np.where(routes.relayed.ravel(), np.diff(offsets), 0).astype(UINT),
+        hop_latency=padded[0].ravel(),
+        hop_gap=padded[1].ravel(),
+        hop_per_byte=padded[2].ravel(),
     )
 
 
@@ -492,7 +531,7 @@ def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]
     return (routes + first_queue).astype(UINT).ravel()
 
 
-def _check_seconds(tables: Tables, issuing: float) -> None:
+def _check_seconds(tables: Tables, issuing: float, shared: bool) -> None:
     """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
     devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
@@ -506,6 +545,6 @@ def _check_seconds(tables: Tables, issuing: float) -> None:
             * tables.use_bytes.sum()
             * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
         )
-        longest *= 1 + tables.contention * devices
+        longest *= (1 + tables.contention * devices) * (devices if shared else 1)
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")
