@@ -75,6 +75,16 @@ class Reference:
                 for consumer in item.consumers:
                     self.inputs[consumer].append(item)
         self.missing = [len(inputs) for inputs in self.inputs]
+        self.follower: dict[int, int] = {}
+        """Op -> the next one on its device, where devices keep to the program's order."""
+        if cluster.in_order:
+            for op, device in enumerate(self.device):
+                later = [n for n in range(op + 1, graph.num_ops) if self.device[n] == device]
+                if later:
+                    self.follower[op] = later[0]
+                    self.missing[later[0]] += 1
+        self.stored: dict[tuple[int, int, int], float] = {}
+        """(op, tensor, memory) -> when a tensor that is relayed is there."""
         self.out = Outcome()
 
         self.servers: list[tuple[int, int]] = [
@@ -158,8 +168,6 @@ class Reference:
             return
         number = self.coming[device][0]
         visit = self.visits[number]
-        if visit.owner not in self.out.op_end:
-            return
         held = [self.visits[other] for other in self.window[device]]
         assert self.problem.homes is not None
         fits = visit.bytes + sum(o.bytes for o in held) <= self.problem.homes.window_bytes
@@ -170,7 +178,7 @@ class Reference:
         readers = self.remote_readers(visit, device)
         self.window[device][number] = set(readers)
         item = Item(visit.owner, visit.tensor, visit.bytes, readers)
-        channel, arrival = self.over_the_link(item, device, now)
+        channel, arrival = self.over_the_link(item, device, now, kept=False)
         self.push(arrival, ARRIVAL, channel, (number, device))
         for reader in readers:
             self.hold(visit.tensor, device, ("used by", reader, visit.tensor), number)
@@ -379,19 +387,31 @@ class Reference:
         self.push(arrival, ARRIVAL, channel, (item, target))
         self.hold(item.tensor, self.device[item.producer], ("sent to", target, item.tensor))
 
-    def over_the_link(self, item: Item, target: int, now: float) -> tuple[int, float]:
-        """The channel that hands it over, and when it arrives."""
+    def over_the_link(
+        self, item: Item, target: int, now: float, kept: bool = True
+    ) -> tuple[int, float]:
+        """The channel that hands it over, and when it arrives; `kept` is what lies where a way that
+        relays comes by, for others to take."""
         source = self.device[item.producer]
         routes, count = self.problem.cluster.routes, self.problem.num_devices
         first, end = routes.offsets[source * count + target : source * count + target + 2]
         channels = [int(c) for c in routes.channels[first:end]]
         if routes.relayed[source, target]:
-            start, arrival = max(now, self.channel_free[channels[0]]), now
+            key = item.producer, item.tensor, int(routes.relay[source, target])
+            known = kept and key in self.stored
+            arrival = self.stored[key] if known else now
+            start = now
+            if not known or len(channels) > 1:
+                start = max(arrival, self.channel_free[channels[1 if known else 0]])
             for hop, channel in zip(range(first, end), channels, strict=True):
+                if hop == first and known:
+                    continue
                 moving = item.bytes * float(routes.hop_seconds_per_byte[hop])
                 begin = max(arrival, self.channel_free[channel])
                 self.channel_free[channel] = begin + float(routes.hop_gap_seconds[hop]) + moving
                 arrival = begin + float(routes.hop_latency_seconds[hop]) + moving
+                if hop == first and kept:
+                    self.stored[key] = arrival
             last = channels[-1]
         else:
             start = max([now, *(self.channel_free[c] for c in channels)])
@@ -451,9 +471,6 @@ class Reference:
         queue = self.server_queue[server]
         assert queue.popleft() == op
         self.out.op_end[op] = now
-        if any(visit.owner == op for visit in self.visits):
-            for d in range(self.problem.num_devices):
-                self.send_next(d, now)
         self.let_go(op, now)
         if queue:
             self.out.op_start[queue[0]] = now
@@ -475,16 +492,24 @@ class Reference:
 
     def run(self) -> Outcome:
         ready = [op for op, missing in enumerate(self.missing) if not missing]
+        for device in range(self.problem.num_devices):
+            self.send_next(device, 0.0)
         if self.host:
             ready = []
             self.issue_next(0.0)
         now, packer = 0.0, 0
         while True:
-            for op in sorted(ready, key=lambda op: self.priority[op]):
+            ready = sorted(ready, key=lambda op: self.priority[op])
+            for op in ready:
                 if self.host:
                     self.give(op, now)
                 else:
                     self.issue(op, now)
+                follower = self.follower.get(op)
+                if follower is not None:
+                    self.missing[follower] -= 1
+                    if not self.missing[follower] and follower < self.issued:
+                        ready.append(follower)  # and comes up in this loop
             self.hold_up(packer, self.packing)
             self.packing = 0.0
             self.check_limits()

@@ -246,7 +246,8 @@ class Simulator:
         try:
             return self._scratches.pop()
         except IndexError:
-            return Scratch.of(self._tables, self._streams)
+            memories = int(self.problem.cluster.routes.relay.max()) + 1
+            return Scratch.of(self._tables, memories, self._streams)
 
     def _checked(self, devices: npt.ArrayLike) -> IndexArray:
         array = np.asarray(devices)
@@ -339,7 +340,7 @@ class Recording:
     transfer_end: FloatArray
     transfer_cause: IntArray
     """[M] what let the weight of a visit start: op i, whose end made room for it, as i; the
-    transfer for use u before it as N + u; nothing but its home as -1. -1 for all that is no
+    transfer for use u before it as N + u; nothing, with the step, as -1. -1 for all that is no
     visit."""
     change_seconds: FloatArray
     """[L]"""
@@ -454,12 +455,13 @@ def _issuing(problem: Problem) -> Issuing | None:
 
 
 def _chips(problem: Problem) -> Chips | None:
-    """None where no two devices share a chip and no link relays, so that no time is lost on it.
-    Where weights travel there is always one: the kernel is compiled for that once, and not twice.
-    """
+    """None where no two devices share a chip, no link relays and no device keeps to the program's
+    order, so that no time is lost on it. Where weights travel there is always one: the kernel is
+    compiled for that once, and not twice."""
     cluster, routes = problem.cluster, problem.cluster.routes
     count = len(cluster.shared_chips)
-    if not count and not routes.relayed.any() and not problem.visits:
+    special = count or routes.relayed.any() or cluster.in_order
+    if not special and not problem.visits:
         return None
     slots = [device.kind.slots for device in cluster.devices]
     chip_of_server = np.repeat(cluster.chip_of_device, slots)
@@ -485,6 +487,8 @@ def _chips(problem: Problem) -> Chips | None:
         hop_latency=padded[0].ravel(),
         hop_gap=padded[1].ravel(),
         hop_per_byte=padded[2].ravel(),
+        relay=routes.relay.astype(UINT).ravel(),
+        in_order=cluster.in_order,
     )
 
 
@@ -509,15 +513,13 @@ def _streams(problem: Problem, flow: Flow) -> Streams | None:
         read_visit=number[by_op].astype(UINT),
         of_use=np.where(flow.use_visit < 0, len(visits), flow.use_visit).astype(UINT),
         first_buffer=len(flow.buffer_tensor) - len(visits),
-        owned=np.bincount(visits.owner, minlength=problem.graph.num_ops) > 0,
         left=np.zeros(0, dtype=np.int64),
-        there=np.zeros(0, dtype=np.bool_),
         next=np.zeros(0, dtype=np.int64),
         on_the_way=np.zeros(0, dtype=np.bool_),
         used=np.zeros(0, dtype=np.int64),
         used_by_same=np.zeros(0, dtype=np.int64),
         same=np.zeros(0, dtype=np.int64),
-    ).sized(problem.graph.num_ops, problem.num_devices)
+    ).sized(problem.num_devices)
 
 
 def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]:

@@ -407,8 +407,12 @@ def _critical_path(
             start, end = float(transfers.start[transfer]), until
             waited = start > transfers.request[transfer]
             cause = int(recording.transfer_cause[transfer])
-            delay = Delay.CHANNEL if waited else Delay.TURN if cause >= 0 else Delay.INPUT
+            first = transfers.visit[transfer] >= 0 and cause < 0
+            delay = Delay.TURN if cause >= 0 else Delay.NOTHING if first else Delay.INPUT
+            delay = Delay.CHANNEL if waited else delay
             path.append(PathEntry(node, transfer, start, end, delay))
+            if delay is Delay.NOTHING:
+                return tuple(reversed(path))
             if waited:
                 transfer = blocker[transfer]
             elif cause >= num_ops:  # the weight before it had to arrive first
