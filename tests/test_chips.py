@@ -67,7 +67,7 @@ def test_what_goes_through_the_host_is_relayed_there() -> None:
     assert not parts.direct(1, 2)
     assert parts.direct(1, 0)
     assert routes.relayed[1, 2]
-    assert not routes.relayed[1, 0]
+    assert routes.relay[1, 2] == routes.relay[1, 0] == routes.relay[1, 3] == 0  # sent there once
     # Two copies, one after the other.
     assert routes.latency_seconds[1, 2] == pytest.approx(20e-6)
     assert routes.seconds_per_byte[1, 2] == pytest.approx(2 / 55e9)

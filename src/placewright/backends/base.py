@@ -136,6 +136,18 @@ class Transfer(NamedTuple):
     seconds: float
 
 
+class Span(NamedTuple):
+    """When something ran in a traced step, in seconds from its begin."""
+
+    name: str
+    """Of the op; of the tensor's op, and from where to where it went, for a transfer."""
+    device: int
+    begin: float
+    end: float
+    source: int = -1
+    """The device that a transfer came from; -1 for an op."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """Medians over some traced steps."""
@@ -147,6 +159,8 @@ class Trace:
     transfers: tuple[Transfer, ...] = ()
     step_seconds: tuple[float, ...] = ()
     """Of each traced step; tracing itself takes time."""
+    spans: tuple[Span, ...] = ()
+    """All of the last traced step, where the runner tells when things began."""
 
 
 @dataclass(frozen=True, kw_only=True)
