@@ -44,8 +44,8 @@ MACHINES = {
 }
 
 NMT_FITS = 0.75
-"""Memory of a partition, as a share of what NMT's step needs on one device: in the paper it does not
-fit either."""
+"""Memory of a partition, as a share of what NMT's step needs on one device: in the paper it does
+not fit either."""
 
 METHODS = ("scotch", "mincut", "expert", "heft", "m-etf")
 """Classical methods; the first two need packages that a machine with a GPU may not have."""
@@ -223,8 +223,8 @@ class Proposal(NamedTuple):
 def classical(
     case: Case, problem: Problem, under: Problem, folder: Path
 ) -> tuple[dict[str, Proposal], dict[str, str]]:
-    """Of each method; and why there is none of the others. Prepared ones are taken where a method is
-    not installed."""
+    """Of each method; and why there is none of the others. Prepared ones are taken where a method
+    is not installed."""
     found: dict[str, Proposal] = {}
     missing: dict[str, str] = {}
     ready = prepared(folder, case, problem)

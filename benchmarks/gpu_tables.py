@@ -38,11 +38,12 @@ MACHINES = {
 }
 
 EXPLAINED = """\
-Milliseconds per training step, measured: the mean of some rounds in which all answers run in turns, ± half its
-95% confidence interval over the rounds; without ±, one run of what takes more than three times the best. The
-gain is that of the best of the last three columns over the best of the others. All searches had the same real
-time, in which they simulate and learn as well. `reinforce`, `ppo` and local search learn from real runs alone,
-and the best that they proposed themselves counts."""
+Milliseconds per training step, measured: the mean of some rounds in which all answers run in
+turns, ± half its 95% confidence interval over the rounds; without ±, one run of what takes more
+than three times the best. The gain is that of the best of the last three columns over the best of
+the others. All searches had the same real time, in which they simulate and learn as well.
+`reinforce`, `ppo` and local search learn from real runs alone, and the best that they proposed
+themselves counts."""
 
 
 def cases_of(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
@@ -213,7 +214,7 @@ def as_runs(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             **row,
             "model": title((row["model"], row["machine"], str(row["partitions"]))),
-            "placement": COLUMNS.get(row["placement"], row["placement"]).strip("`"),
+            "placement": str(COLUMNS.get(row["placement"], row["placement"])).strip("`"),
             "run": 0,
         }
         for row in rows

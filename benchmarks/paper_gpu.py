@@ -50,7 +50,6 @@ from benchmarks.gpu_cases import (
 from placewright._version import VERSION
 from placewright.backends import load_program
 from placewright.backends.base import Run
-from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.pytorch.runner import TorchRunner
 from placewright.calibration import Calibration
 from placewright.errors import PlacewrightError
@@ -119,7 +118,7 @@ class Clock:
         return self._until - time.monotonic()
 
 
-class OutOfTime(Exception):  # noqa: N818
+class OutOfTime(Exception):
     """The rest is for the next call."""
 
 
@@ -128,9 +127,9 @@ class OutOfTime(Exception):  # noqa: N818
 
 def search_config(name: str, seconds: float, seed: int) -> SearchConfig:
     """What is searched with. A quarter of the time of what simulates first goes there."""
-    # The answers are measured side by side afterwards: each search's own final is short.
+    # The answers of all are measured side by side afterwards, so that none needs its own final.
     rounds = RoundsConfig(
-        finalists=2, final_rounds=1, candidates=3, traces=1, simulate_share=0.2,
+        finalists=1, final_rounds=0, candidates=3, traces=1, simulate_share=0.2,
         simulate_seconds=max(2.0, seconds / 6),
     )  # fmt: skip
     first = max(1.0, seconds / 4)
@@ -170,7 +169,7 @@ class Bench:
 
     case: Case
     problem: Problem
-    runner: ProcessRunner
+    runner: TorchRunner
     folder: Path
     settings: Settings
     clock: Clock
@@ -438,7 +437,7 @@ def analysis_rows(bench: Bench, chosen: Mapping[str, Placement]) -> list[dict[st
                 "copy_seconds": _number(copies[number]),
                 "idle_seconds": _number(max(0.0, step - computes[number])),
                 "peak_gb": _peak(run, number), "groups": int(here.sum()),
-                "what": what_is_there(problem, np.flatnonzero(here)),
+                "what": what_is_there(problem, np.flatnonzero(here).tolist()),
             })  # fmt: skip
     return rows
 

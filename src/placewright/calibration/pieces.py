@@ -9,7 +9,7 @@ import numpy as np
 
 from placewright.backends import Run, Runner
 from placewright.cluster import Cluster, Link
-from placewright.costs import Costs, Source
+from placewright.costs import Costs, Source, estimate_costs
 from placewright.graph import FloatArray, frozen
 from placewright.problem import Problem
 
@@ -49,6 +49,20 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         op_seconds=frozen(total / np.maximum(count, 1)),
         source=frozen(np.where(count > 0, Source.TABLE, Source.ROOFLINE).astype(np.uint8)),
     )
+
+
+def with_demands(problem: Problem, table: Costs, runner: Runner) -> Costs:
+    """The table with what ops demand of the chips that devices share, as far as the runner can
+    tell; the rest is estimated."""
+    estimated = estimate_costs(problem.graph, problem.cluster).demand
+    if not estimated.any():
+        return table
+    demand = estimated.copy()
+    kinds = problem.cluster.kind_of_device
+    for device, shares in runner.demands().items():
+        for name, share in shares.items():
+            demand[kinds[device], problem.graph.op_index[name]] = min(1.0, share)
+    return dataclasses.replace(table, demand=frozen(demand))
 
 
 def _as_long_as(traced: FloatArray, step: float) -> FloatArray:

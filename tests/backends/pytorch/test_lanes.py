@@ -120,6 +120,9 @@ class Immediate(Log):
     def synchronize(self) -> None:
         pass
 
+    def give_back(self) -> None:
+        pass
+
 
 def places(names: str) -> list[Place]:
     """`g` is a GPU or a part of one, `s` a stream of one that they share, `c` the CPU."""

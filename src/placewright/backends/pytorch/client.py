@@ -18,7 +18,13 @@ import numpy as np
 import torch
 
 from placewright.backends.processes import read_all, serve
-from placewright.backends.pytorch.execution import Execution, Moment, Opened, Prepared
+from placewright.backends.pytorch.execution import (
+    BrokenError,
+    Execution,
+    Moment,
+    Opened,
+    Prepared,
+)
 from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.places import Place
@@ -65,6 +71,8 @@ class Client:
             return self._measure(request)
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
             return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
+        except BrokenError as fault:
+            return {"outcome": "failed", "reason": first_line(fault), "broken": True}
         except Exception as fault:  # an op that refuses its device, CUDA itself, ...
             if "can't allocate memory" in str(fault):  # torch's words on a CPU
                 return {"outcome": "out of memory", "reason": first_line(fault)}
@@ -244,7 +252,7 @@ def prepare(
     with torch.no_grad(), _seeded():
         learned: Learned = learn(step, works, values.all_on(device), device)
     if opened.gpus:
-        opened.hardware.synchronize()
+        opened.hardware.give_back()
     return Prepared(
         step=step, works=works, learned=learned, values=values, resident_bytes=resident_bytes
     )

@@ -32,6 +32,11 @@ class CudaHardware:
         """Waits for all lanes, from the host."""
         torch.cuda.synchronize()
 
+    def give_back(self) -> None:
+        """Memory that was used and is not any more is there for others again."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
     def record(self, lane: int) -> Any:
         event = torch.cuda.Event()
         event.record(self.streams[lane])
