@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,8 +33,8 @@ def rnnlm() -> TorchProgram:
 
 
 @pytest.fixture(scope="module")
-def timer() -> Iterator[GraphTimer]:
-    yield GraphTimer([torch.cuda.Stream() for _ in range(4)])
+def timer() -> GraphTimer:
+    return GraphTimer([torch.cuda.Stream() for _ in range(4)])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,13 @@ import torch
 
 from placewright.backends.processes import read_all, serve
 from placewright.backends.pytorch.demands import GraphTimer, find_demands
-from placewright.backends.pytorch.execution import Execution, Moment, Opened, Prepared
+from placewright.backends.pytorch.execution import (
+    BrokenError,
+    Execution,
+    Moment,
+    Opened,
+    Prepared,
+)
 from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.places import Place
@@ -68,6 +74,8 @@ class Client:
             return self._measure(request)
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
             return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
+        except BrokenError as fault:
+            return {"outcome": "failed", "reason": first_line(fault), "broken": True}
         except Exception as fault:  # an op that refuses its device, CUDA itself, ...
             if "can't allocate memory" in str(fault):  # torch's words on a CPU
                 return {"outcome": "out of memory", "reason": first_line(fault)}
