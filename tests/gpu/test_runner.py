@@ -170,6 +170,7 @@ def test_killed_and_stopped_processes_are_replaced_and_leave_no_memory(
         devices = [0] * rnnlm.graph.num_ops
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGKILL)
+        time.sleep(0.3)
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGSTOP)
         assert runner.measure(devices).measurement.outcome is Outcome.TIMED_OUT

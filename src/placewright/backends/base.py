@@ -227,6 +227,11 @@ class Runner(Protocol):
         """Name of each link between two devices -> seconds that a tensor of each of these sizes in
         bytes takes over it. Links to switches are left out: only whole routes can be timed."""
 
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        """Number of a device that shares its chip with others of its kind -> op name -> what the op
+        takes of what they share while it runs alone, from 0 to 1. The first device of each chip
+        stands for all. Empty where that cannot be found out."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(

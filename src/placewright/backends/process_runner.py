@@ -222,6 +222,9 @@ class ProcessRunner(ABC):
             foreign_load=foreign_load,
         )
 
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        return {}
+
     # --- who died ---
 
     def _named_children(self) -> list[tuple[str, Child]]:

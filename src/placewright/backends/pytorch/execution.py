@@ -59,6 +59,10 @@ class StoppedError(PlacewrightError):
     """Another thread of the step has failed, and this one has nothing to wait for any more."""
 
 
+class BrokenError(PlacewrightError):
+    """This process can do nothing with its GPUs any more."""
+
+
 class Moment(NamedTuple):
     """When something ran in a traced step, in seconds from its begin."""
 
@@ -90,6 +94,11 @@ class Opened:
 
     def lane(self, place: int, what: int) -> int:
         return 2 + 3 * self._rank[place] + what
+
+    def stream(self, place: int) -> torch.cuda.Stream:
+        """The one that a place computes on."""
+        stream: torch.cuda.Stream = self.hardware.streams[self.lane(place, COMPUTE)]
+        return stream
 
     @property
     def num_lanes(self) -> int:
@@ -260,9 +269,15 @@ class Execution:
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._issue()
-            finally:
+            except Exception as fault:
                 torch.cuda.set_stream(main)
-                graph.capture_end()
+                try:
+                    graph.capture_end()
+                except RuntimeError as worse:
+                    raise BrokenError(f"{fault}; the capture could not be ended") from worse
+                raise
+            torch.cuda.set_stream(main)
+            graph.capture_end()
         self._graph = graph
 
     def replay(self) -> None:
@@ -460,7 +475,12 @@ class Execution:
 
     def _issue(self) -> None:
         """Gives all of a step to the lanes."""
-        _Issue(self).run()
+        issue = _Issue(self)
+        try:
+            issue.run()
+        except BaseException:
+            issue.join()  # what is being captured can only end with all lanes together
+            raise
 
     def moments(self) -> list[Moment]:
         """When everything ran in the last step, where it was traced."""
@@ -685,9 +705,13 @@ class _Issue:
         for key in self._routes.dropped[-1]:
             if key[0] in self._pool_is_gpu:
                 self._drop(key)
+        self.join()
+
+    def join(self) -> None:
+        """The main lane waits for all others."""
         for lane in range(1, self._opened.num_lanes):
-            lanes.wait(MAIN, lanes.mark(lane))
-        lanes.work(MAIN)
+            self.lanes.wait(MAIN, self.lanes.mark(lane))
+        self.lanes.work(MAIN)
 
     # --- tracing ---
 

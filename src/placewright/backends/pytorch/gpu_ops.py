@@ -68,7 +68,21 @@ def _expanded(
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
+def _batch_norm_backward(
+    gradient: torch.Tensor,
+    tensor: torch.Tensor,
+    weight: torch.Tensor | None,
+    *arguments: Any,
+) -> tuple[Any, ...]:
+    # Without a weight, CUDA's kernel asks it all the same what the gradient of the offset is to be.
+    if weight is None:
+        weight = torch.ones(tensor.shape[1], dtype=torch.float32, device=tensor.device)
+    made: tuple[Any, ...] = aten.native_batch_norm_backward(gradient, tensor, weight, *arguments)
+    return made
+
+
 _ON_GPUS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
