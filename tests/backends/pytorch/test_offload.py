@@ -546,7 +546,8 @@ def planner_of(
         limits=Limits(
             device=DEVICE,
             device_bytes=int(size * share) + max(recorded.between_bytes.values()),
-            **{"host_bytes": 10**12, **more},
+            host_bytes=host_bytes,
+            **more,
         ),
         costs=Costs(of=of, link_bytes_per_second=block / link, copy_latency_seconds=0,
                     hop_seconds=0),

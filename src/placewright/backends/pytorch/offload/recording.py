@@ -79,7 +79,7 @@ class Recorded:
     """By call: the most that is held at once, over all units and what is between them."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):
     """Counts ops and live bytes."""
 
     def __init__(self) -> None:
