@@ -1,4 +1,4 @@
-"""Ray's own processes end in the midst of a run: what was found is saved, and who is gone is said."""
+"""Ray's own processes end in mid-run: what was found is saved, and who is gone is said."""
 
 from __future__ import annotations
 
