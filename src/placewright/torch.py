@@ -6,19 +6,26 @@
     placed = plan.apply(model)
 
 `place` does both. The devices are this machine's, or those of a cluster file.
+
+    fast = placewright.torch.accelerate(model, inputs)  # one GPU: fused, on streams, captured
+
+`torch.compile(model, backend="placewright")` does the same once this module is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
+from torch.utils import _pytree as pytree
 
-import placewright
 from placewright import chips
+from placewright.acceleration import AccelerateConfig, accelerate, compile_backend
+from placewright.backends import check_here
+from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
 from placewright.backends.pytorch.exporting import Inputs, Loss, Task
 from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
@@ -33,14 +40,21 @@ from placewright.costs import estimate_costs
 from placewright.errors import ClusterError, PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, make_problem
+from placewright.session.config import SIMULATE, How, Machine, SearchConfig
+from placewright.session.driver import Session
 from placewright.session.result import Result
+from placewright.session.search import Progress
 from placewright.simulator import lower_bounds
 from placewright.units import parse_duration
 
 __all__ = [
-    "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload", "TorchModel", "Workload",
-    "generation", "load", "load_checkpoint", "offload", "place", "plan", "plan_offload",
+    "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
+    "TorchModel", "Workload", "accelerate", "generation", "load", "load_checkpoint", "offload",
+    "place", "plan", "plan_offload",
 ]  # fmt: skip
+
+if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(compile_backend, name="placewright")
 
 _WORTH = 1.02
 """Several devices that are not faster than one by this factor are not worth their transfers."""
@@ -63,7 +77,7 @@ class Planned:
     result: Result
     """Of the search."""
     step_seconds: float
-    """Of the plan, simulated."""
+    """Of the plan: simulated, or measured where that was asked for."""
     verdict: str
     """What was gained, in a sentence."""
 
@@ -99,6 +113,9 @@ def plan(
     budget: float | str | None = None,
     method: str = "auto",
     seed: int = 0,
+    evaluate: How = SIMULATE,
+    run: RunConfig | None = None,
+    observe: Callable[[Progress], None] = lambda progress: None,
     **task: Unpack[TaskSettings],
 ) -> Planned:
     """Searches for the fastest placement of a module; moves nothing.
@@ -115,6 +132,10 @@ def plan(
         budget: seconds to search, or a text such as `5m`.
         method: as in `placewright.place`.
         seed: as in `placewright.place`.
+        evaluate: `simulate`; or `measure` and `simulate+measure`, which run placements on these
+            devices and compare the best of them in turns.
+        run: settings of real runs, such as `TorchRunConfig(capture=False)`.
+        observe: called with the progress after every batch of trials.
         task: `train`, `loss_fn`, `targets` and `optimizer`, as in `Task`: a whole training step
             where `train` is true.
     """
@@ -126,11 +147,16 @@ def plan(
     cluster = with_memory(cluster_of(devices), max_memory or {})
     program = read_program(source)
     problem = problem_of(program, cluster, level)
+    config = SearchConfig(
+        method=method, budget=budget or 10.0, seed=seed, evaluate=evaluate,
+        op_level=None if level == "op" else False,
+    )  # fmt: skip
+    machine = None
+    if evaluate != SIMULATE:
+        check_here(source, cluster, run)
+        machine = Machine(program, run, feeds_of(source, program))
     try:
-        result = placewright.place(
-            problem, method=method, budget=budget or 10.0, seed=seed,
-            op_level=None if level == "op" else False,
-        )  # fmt: skip
+        result = Session(problem, config, machine=machine, observe=observe).run()
     except SearchError as error:
         if lower_bounds(problem).forced_out_of_memory is None:
             raise
@@ -227,6 +253,22 @@ def offload(
     """
     planned = plan_offload(model, workload, memory=memory, **settings)
     return planned.apply(model, evaluate=evaluate, checkpoint=checkpoint)
+
+
+def feeds_of(source: TorchModel, program: TorchProgram) -> dict[str, Any] | None:
+    """The example inputs as what real runs are fed with; None where they have no values."""
+    args, kwargs = source.inputs
+    leaves = pytree.tree_leaves((list(args), list(kwargs.values()), list(source.task.targets)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_meta for tensor in tensors):
+        return None
+    return {
+        entry.name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+        .detach()
+        .cpu()
+        .numpy()
+        for entry, tensor in zip(program.inputs, tensors, strict=True)
+    }
 
 
 def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:

@@ -17,8 +17,13 @@ LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the tensors that links are timed with."""
 
 
+SPREAD = -1
+"""In place of a device's number: a run that uses several, as no single one has the memory."""
+
+
 def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
-    """Op times from traced runs: device number -> a run with everything (that can be) on it.
+    """Op times from traced runs: device number -> a run with everything (that can be) on it, or
+    `SPREAD` -> a run on several, whose times are taken as they are.
 
     The times are scaled, or given an equal share of what is missing for dispatching, so that those
     on that device add up to the step as it is without tracing. What several devices of a kind say
@@ -32,7 +37,7 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         assert run.trace is not None
         traced = np.array([run.trace.op_seconds.get(name, np.nan) for name in graph.op_names])
         ran_on = np.array([run.trace.device_of.get(name, -1) for name in graph.op_names])
-        if cluster.devices[device].kind.slots == 1:
+        if device != SPREAD and cluster.devices[device].kind.slots == 1:
             own = ran_on == device
             traced[own] = _as_long_as(traced[own], run.measurement.mean_seconds)
         for other in range(cluster.num_devices):
@@ -46,17 +51,26 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
     )
 
 
+_HARDLY_SLOWER = 1.05
+"""How much longer ops take side by side that do not hold each other up."""
+
+
 def with_demands(problem: Problem, table: Costs, runner: Runner) -> Costs:
     """The table with what ops demand of the chips that devices share, as far as the runner can
-    tell; the rest is estimated."""
+    tell; the rest is estimated. So is what is too little to be told: ops that run as fast on all
+    devices at once as alone may want any part of the chip up to an equal one."""
     estimated = estimate_costs(problem.graph, problem.cluster).demand
     if not estimated.any():
         return table
     demand = estimated.copy()
     kinds = problem.cluster.kind_of_device
     for device, shares in runner.demands().items():
+        chips = problem.cluster.chip_of_device
+        equal = 1.0 / int((chips == chips[device]).sum())
         for name, share in shares.items():
-            demand[kinds[device], problem.graph.op_index[name]] = min(1.0, share)
+            k, op = kinds[device], problem.graph.op_index[name]
+            too_little = share <= _HARDLY_SLOWER * equal
+            demand[k, op] = min(estimated[k, op], equal) if too_little else min(1.0, share)
     return dataclasses.replace(table, demand=frozen(demand))
 
 

@@ -21,8 +21,9 @@ from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_
 from placewright.backends.pytorch.runner import TorchRunner
 from placewright.backends.pytorch.steps import Step
 from placewright.cluster import Cluster
-from placewright.errors import WorkerError
+from placewright.errors import ClusterError, WorkerError
 from placewright.measurement import Outcome
+from placewright.session.config import How
 from placewright.testing import check_runner
 
 
@@ -182,3 +183,27 @@ def test_benchmark_models_can_be_loaded_and_run() -> None:
     program = backend.load("rnnlm", LoadOptions(scale="small", batch=4))
     with backend.runner(program, Cluster.load("cpu2"), CONFIG) as runner:
         assert runner.measure([1] * program.graph.num_ops).measurement.ok
+
+
+@pytest.mark.parametrize("evaluate", ["measure", "simulate+measure"])
+def test_a_module_is_placed_by_real_runs(evaluate: How) -> None:
+    import placewright.torch
+
+    source = towers(optimizer=torch.optim.SGD)
+    seen: list[int] = []
+    planned = placewright.torch.plan(
+        source, devices=["cpu:0", "cpu:1"], evaluate=evaluate, budget=4, method="single,expert",
+        run=CONFIG, observe=lambda progress: seen.append(progress.trials),
+    )  # fmt: skip
+    assert planned.result.evaluate == evaluate
+    assert seen
+    assert seen[-1] == sum(method.trials for method in planned.result.methods)
+    placed = planned.apply(source.module)
+    assert torch.isfinite(placed(torch.arange(24) % 50))
+
+
+def test_devices_that_are_not_here_cannot_be_measured_on() -> None:
+    import placewright.torch
+
+    with pytest.raises(ClusterError, match=r"cannot be measured on this machine: it has no gpu:0"):
+        placewright.torch.plan(towers(), devices="a100x4", evaluate="measure")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from placewright.backends.processes import read_all, serve
+from placewright.backends.pytorch.demands import GraphTimer, find_demands
 from placewright.backends.pytorch.execution import (
     BrokenError,
     Execution,
@@ -68,6 +69,8 @@ class Client:
         try:
             if "sizes" in request:
                 return {"links": self._time_links(request["pairs"], request["sizes"])}
+            if "chips" in request:
+                return {"demands": [self._demands(numbers) for numbers in request["chips"]]}
             return self._measure(request)
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
             return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
@@ -141,6 +144,16 @@ class Client:
         if train:
             answer["returned"] = _scalars(returned)
         return answer, timed[0]
+
+    def _demands(self, numbers: Sequence[int]) -> dict[str, float]:
+        """Op -> what it takes of the chip that these places share."""
+        of, place = self._prepared, self._opened.places[numbers[0]]
+        timer = GraphTimer([self._opened.stream(number) for number in numbers])
+        found = find_demands(
+            of.works, of.step.num_values, of.values.all_on(place.torch_device),
+            place.torch_device, timer, len(numbers),
+        )  # fmt: skip
+        return {self._names[op]: share for op, share in found.items()}
 
     def _execution(self, devices: Sequence[int], traced: bool = False) -> Execution:
         return executed(

@@ -95,6 +95,11 @@ class Opened:
     def lane(self, place: int, what: int) -> int:
         return 2 + 3 * self._rank[place] + what
 
+    def stream(self, place: int) -> torch.cuda.Stream:
+        """The one that a place computes on."""
+        stream: torch.cuda.Stream = self.hardware.streams[self.lane(place, COMPUTE)]
+        return stream
+
     @property
     def num_lanes(self) -> int:
         return 2 + 3 * len(self.gpus)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from placewright.backends.base import Array, Program, RunConfig
+from placewright.backends.links import routes_to_time, solved
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
 from placewright.backends.pytorch import TorchRunConfig
@@ -48,21 +49,43 @@ class TorchRunner(ProcessRunner):
         self.places = places_of(cluster)
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
-        """With chains of real tensors that go to and fro."""
-        self.start()
-        assert self._client is not None
+        """With chains of real tensors that go to and fro; of links to switches, such as the memory
+        of the host, from what routes over them take."""
         devices = self.cluster.device_names
-        links = {
-            link.name: [devices.index(end) for end in link.pairs[0]]
+        joined = {
+            link.name: tuple(devices.index(end) for end in link.pairs[0])
             for link in self.cluster.links
             if set(link.pairs[0]) <= set(devices)
         }
-        request = {"pairs": list(links.values()), "sizes": list(sizes)}
+        routes = routes_to_time(self.cluster)
+        if len(joined) == len(self.cluster.links):
+            routes = []
+        pairs = [*joined.values(), *(pair for pair, _ in routes)]
+        answer = self._asked({"pairs": pairs, "sizes": list(sizes)}, "links", "links")
+        result = dict(solved(self.cluster, routes, answer[len(joined) :], sizes))
+        result.update(zip(joined, answer, strict=False))
+        return result
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        """From replays of each op alone and on all devices of the chip at once."""
+        chips: dict[int, list[int]] = {}
+        for number, chip in enumerate(self.cluster.chip_of_device.tolist()):
+            if chip >= 0 and self.places[number].on_gpu:
+                chips.setdefault(chip, []).append(number)
+        if not chips:
+            return {}
+        request = {"chips": list(chips.values())}
+        answer = self._asked(request, "demands", "what ops take of the GPU")
+        return {numbers[0]: shares for numbers, shares in zip(chips.values(), answer, strict=True)}
+
+    def _asked(self, request: dict[str, Any], key: str, what: str) -> Any:
+        """Something about the machine, for which it has as long as for a start."""
+        self.start()
         answer = self._answer(request, self.config.start_seconds)
-        if "links" not in answer:
+        if key not in answer:
             self._replace()
-            raise WorkerError(f"links cannot be timed: {answer.get('reason', 'no answer')}")
-        return dict(zip(links, answer["links"], strict=True))
+            raise WorkerError(f"{what} cannot be timed: {answer.get('reason', 'no answer')}")
+        return answer[key]
 
     def _start_client(self, deadline: float) -> Child:
         from safetensors.torch import save
