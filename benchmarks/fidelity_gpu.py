@@ -119,7 +119,9 @@ def measure(
     ops = problem.grouping.group_of
     for device in _first_of_each(problem):
         if device not in record.singles:
-            run = runner.measure(everything_on(problem, device).devices[ops], traces=3)
+            traces = 1 if problem.cluster.devices[device].type == "cpu" else 3
+            single = everything_on(problem, device).devices[ops]
+            run = runner.measure(single, best_seconds=_best_single(record), traces=traces)
             record.singles[device] = _as_record(run)
             yield
         if time.monotonic() > until:
@@ -146,8 +148,15 @@ def measure(
             if time.monotonic() > until:
                 return
             devices = np.array(entry["devices"], dtype=np.int32)
-            entry["passes"].append(_as_record(runner.measure(devices[ops], adaptive=False)))
+            run = runner.measure(devices[ops], best_seconds=_best_single(record), adaptive=False)
+            entry["passes"].append(_as_record(run))
             yield
+
+
+def _best_single(record: Record) -> float | None:
+    """Of what takes far longer than the best single device, two steps will do."""
+    means = [float(np.mean(run["seconds"])) for run in record.singles.values() if run["seconds"]]
+    return min(means, default=None)
 
 
 def _first_of_each(problem: Problem) -> list[int]:
@@ -186,9 +195,7 @@ def _to_measure(problem: Problem, record: Record, count: int) -> list[dict[str, 
     coarse = make_problem(problem.graph, problem.cluster)
     lifted = replace(known, grouping=coarse.grouping, forbidden=coarse.forbidden)
     ops_first = np.unique(problem.grouping.group_of, return_index=True)[1]
-    limit = SLOWEST * min(
-        float(np.mean(run["seconds"])) for run in record.singles.values() if run["seconds"]
-    )
+    limit = SLOWEST * (_best_single(record) or math.inf)
     seen: set[bytes] = set()
     found: list[dict[str, Any]] = []
 
