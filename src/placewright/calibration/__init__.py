@@ -17,11 +17,18 @@ from placewright.calibration.accuracy import (
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import Pace, Timed, in_turns
 from placewright.calibration.fitting import Correction, corrected, fit
-from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table, with_demands
+from placewright.calibration.pieces import (
+    LINK_BYTES,
+    SPREAD,
+    measure_links,
+    op_table,
+    with_demands,
+)
 from placewright.calibration.whole import calibrate, varied_placements
 
 __all__ = [
     "LINK_BYTES",
+    "SPREAD",
     "Calibration",
     "Correction",
     "Fidelity",

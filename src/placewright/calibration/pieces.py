@@ -17,8 +17,13 @@ LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the tensors that links are timed with."""
 
 
+SPREAD = -1
+"""In place of a device's number: a run that uses several, as no single one has the memory."""
+
+
 def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
-    """Op times from traced runs: device number -> a run with everything (that can be) on it.
+    """Op times from traced runs: device number -> a run with everything (that can be) on it, or
+    `SPREAD` -> a run on several, whose times are taken as they are.
 
     The times are scaled, or given an equal share of what is missing for dispatching, so that those
     on that device add up to the step as it is without tracing. What several devices of a kind say
@@ -32,7 +37,7 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         assert run.trace is not None
         traced = np.array([run.trace.op_seconds.get(name, np.nan) for name in graph.op_names])
         ran_on = np.array([run.trace.device_of.get(name, -1) for name in graph.op_names])
-        if cluster.devices[device].kind.slots == 1:
+        if device != SPREAD and cluster.devices[device].kind.slots == 1:
             own = ran_on == device
             on_gpu = cluster.devices[device].type == "gpu" and cluster.in_order
             adjusted = _without_events if on_gpu else _as_long_as
