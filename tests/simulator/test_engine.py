@@ -470,6 +470,19 @@ def test_devices_may_keep_to_the_order_of_the_program() -> None:
     assert timeline.step_seconds == 6.0
 
 
+def test_what_is_there_from_the_start_is_in_no_order() -> None:
+    ops = [
+        Op(name="slow", type="Op", seconds={"dev": 3.0}),
+        Op(name="waits", type="Op", seconds={"dev": 1.0}),
+        Op(name="parameter", type="Op", outputs=(Tensor(1),), seconds={"dev": 0.0}),
+        Op(name="reader", type="Op", seconds={"dev": 1.0}),
+    ]
+    edges = [Edge("slow", "waits", None), Edge("parameter", "reader")]
+    problem = make_problem(ops, edges, streams(3, in_order=True))
+    timeline = Simulator(problem).timeline(Placement.of(problem, [0, 1, 1, 2]))
+    assert timeline.op_start.tolist() == pytest.approx([0.0, 3.0, 0.0, 0.0])
+
+
 # --- compilation ---------------------------------------------------------------------------------
 
 
