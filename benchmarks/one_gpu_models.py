@@ -330,7 +330,7 @@ def trained(name: str) -> nn.Module:
     example = MODELS[name]
     model = example.model()
     for layer in model.modules():
-        if isinstance(layer, nn.Conv2d):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     if norms:
