@@ -50,17 +50,12 @@ def test_four_streams_at_once(
     timer: GraphTimer, make: Callable[[], Any], least: float, most: float
 ) -> None:
     tensor = make()
+    tensor @ tensor  # cuBLAS cannot be set up while something is captured
     one = timer.seconds(lambda: tensor @ tensor, 1)
     four = timer.seconds(lambda: tensor @ tensor, 4)
     assert one is not None
     assert four is not None
     assert least < four / (4 * one) < most
-
-
-def test_what_cannot_be_captured_is_left_out(timer: GraphTimer) -> None:
-    tensor = torch.ones(1000, device="cuda")
-    assert timer.seconds(lambda: tensor.sum().item(), 1) is None
-    assert timer.seconds(lambda: tensor + 1, 1) is not None
 
 
 @pytest.mark.parametrize("names", ["cuda:0/stream:0-3", "cuda:0/part:0-3"])

@@ -78,11 +78,18 @@ class Reference:
         self.follower: dict[int, int] = {}
         """Op -> the next one on its device, where devices keep to the program's order."""
         if cluster.in_order:
-            for op, device in enumerate(self.device):
-                later = [n for n in range(op + 1, graph.num_ops) if self.device[n] == device]
-                if later:
-                    self.follower[op] = later[0]
-                    self.missing[later[0]] += 1
+            for number in range(cluster.num_devices):
+                mine = [
+                    op
+                    for op, device in enumerate(self.device)
+                    if device == number
+                    # What is there from the start waits for nobody.
+                    and (self.missing[op] or problem.busy_seconds[device, op] > 0)
+                ]
+                for op, following in itertools.pairwise(mine):
+                    self.follower[op] = following
+                for op in mine[1:]:
+                    self.missing[op] += 1
         self.stored: dict[tuple[int, int, int], float] = {}
         """(op, tensor, memory) -> when a tensor that is relayed is there."""
         self.out = Outcome()

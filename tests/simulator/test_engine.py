@@ -163,6 +163,16 @@ def test_never_below_the_lower_bounds(seed: int) -> None:
 
 
 @given(seeds)
+def test_never_below_the_lower_bounds_with_weights_that_travel(seed: int) -> None:
+    problem = case_with_homes(seed)
+    bounds = lower_bounds(problem)
+    result = Simulator(problem).run(placements(problem, seed, 20))
+    assert np.all(result.step_seconds[result.ok] >= bounds.best)
+    if bounds.forced_out_of_memory:
+        assert not result.ok.any()
+
+
+@given(seeds)
 def test_one_slot_takes_the_sum_of_all_costs(seed: int) -> None:
     problem = random_problem(seed)
     cluster = uniform_cluster(1)
@@ -458,6 +468,19 @@ def test_devices_may_keep_to_the_order_of_the_program() -> None:
     timeline = Simulator(in_order).timeline(Placement.of(in_order, [0, 1, 1]))
     assert timeline.op_start.tolist() == [0.0, 3.0, 4.0]
     assert timeline.step_seconds == 6.0
+
+
+def test_what_is_there_from_the_start_is_in_no_order() -> None:
+    ops = [
+        Op(name="slow", type="Op", seconds={"dev": 3.0}),
+        Op(name="waits", type="Op", seconds={"dev": 1.0}),
+        Op(name="parameter", type="Op", outputs=(Tensor(1),), seconds={"dev": 0.0}),
+        Op(name="reader", type="Op", seconds={"dev": 1.0}),
+    ]
+    edges = [Edge("slow", "waits", None), Edge("parameter", "reader")]
+    problem = make_problem(ops, edges, streams(3, in_order=True))
+    timeline = Simulator(problem).timeline(Placement.of(problem, [0, 1, 1, 2]))
+    assert timeline.op_start.tolist() == pytest.approx([0.0, 3.0, 0.0, 0.0])
 
 
 # --- compilation ---------------------------------------------------------------------------------

@@ -540,7 +540,7 @@ def simulate(
             for i in range(stored_first.size):
                 stored_first[i] = num_uses
             if chips.in_order:
-                _put_in_order(state, follower, latest_use, num_ops, num_devices)
+                _put_in_order(tables, state, follower, latest_use)
         now = 0.0
         dispatched = num_ops
         # All that happens while several devices are busy takes longer by the same share, so what
@@ -977,17 +977,25 @@ def simulate(
 
 
 @compiled
-def _put_in_order(state: Any, follower: Any, latest: Any, num_ops: Any, num_devices: Any) -> None:
-    """Lets each op wait for the one before it on its device to be given to it."""
+def _put_in_order(tables: Tables, state: Any, follower: Any, latest: Any) -> None:
+    """Lets each op wait for the one before it on its device to be given to it. What is there from
+    the start, such as a parameter, waits for nobody."""
+    num_ops, num_devices = UINT(tables.group_of.size), latest.size
+    num_kinds = UINT(tables.seconds.size // tables.group_of.size)
     for device in range(num_devices):
         latest[device] = num_ops
     for op in range(num_ops):
-        before = latest[state[op].device]
+        device = state[op].device
+        follower[op] = num_ops
+        if tables.waits_for[op] == 0 and (
+            tables.seconds[op * num_kinds + tables.kind_of[device]] == 0.0
+        ):
+            continue
+        before = latest[device]
         if before < num_ops:
             follower[before] = op
             state[op].waits_for += 1
-        follower[op] = num_ops
-        latest[state[op].device] = op
+        latest[device] = op
 
 
 @compiled
