@@ -64,6 +64,8 @@ OPTIONS: dict[str, Shown] = {
     "group_by": Shown("REGEX=LABEL"),
     "groups": Shown("N"),
     "costs": Shown("FILE"),
+    "homes": Shown(names=("--homes/--no-homes",)),
+    "window": Shown("BYTES"),
     "time_limit_seconds": Shown("SECONDS", ("--time-limit",)),
     "addresses": Shown("DEVICE=HOST:PORT", ("--address",)),
     "loops": Shown("REGEX=N", ("--loop",)),
