@@ -75,8 +75,11 @@ def source(name: str) -> Source:
             return Source("measured/overhead.csv", measured.overhead_table)
         return Source("measured/measured.csv", measured.answers_table)
     if part == "fidelity":
-        from benchmarks import fidelity
+        from benchmarks import fidelity, fidelity_gpu
 
+        if rest == "gpu":
+            made = fidelity_gpu.table
+            return Source("fidelity_gpu/summary.csv", made, "fidelity.svg", _SCATTER)
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
     if part == "large":
         from benchmarks import large
