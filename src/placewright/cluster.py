@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -483,6 +483,38 @@ def chosen(
         raise ClusterError(f"{where}: {error}") from error
     in_order = issue != "device"
     return from_document({**document, "issue": issue, "in_order": in_order}, where=where)
+
+
+_SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+          "tib": 2**40, "b": 1, "": 1}  # fmt: skip
+
+
+def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
+    """The cluster with less, or more, memory on some devices."""
+    sizes = {chips.canonical(name): _memory_of(name, size) for name, size in limits.items()}
+    streamed = {d.chip for d in cluster.devices if d.sharing == chips.STREAM}
+    for name in sizes:
+        if name not in streamed:
+            cluster.device_number(name)
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(d, memory_bytes=sizes.get(d.name, sizes.get(d.chip, d.memory_bytes)))
+            for d in cluster.devices
+        ),
+    )
+
+
+def _memory_of(name: str, size: int | str) -> int:
+    text = str(size).strip().lower()
+    number = text.rstrip("bikmgt ")
+    unit = text[len(number) :].strip()
+    try:
+        return int(float(number) * _SIZES[unit])
+    except (ValueError, KeyError):
+        raise ClusterError(
+            f"max_memory of {name} is {size!r}; give bytes or a text such as '10GiB'"
+        ) from None
 
 
 def preset_names() -> tuple[str, ...]:
