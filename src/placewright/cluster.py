@@ -24,7 +24,7 @@ import yaml
 
 from placewright import chips
 from placewright.discovery import chosen_document, local_document
-from placewright.errors import ClusterError
+from placewright.errors import ClusterError, PlacewrightError
 from placewright.files import read_text, write_text
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray, frozen
 
@@ -856,6 +856,14 @@ def _bytes(value: object, what: str) -> int:
     if not abs(size) < 2**60:
         raise ClusterError(f"{what} must be a size that a machine can have, not {value!r:.40}")
     return int(size)
+
+
+def parse_bytes(value: object, what: str, error: type[PlacewrightError] = ClusterError) -> int:
+    """A number of bytes, or a text such as `8GiB`; `what` names it in errors."""
+    try:
+        return _bytes(value, what)
+    except ClusterError as fault:
+        raise error(str(fault)) from None
 
 
 def _optional_bytes(value: object, what: str) -> int | None:

@@ -73,6 +73,8 @@ OPTIONS: dict[str, Shown] = {
     "cluster": Shown("CLUSTER", ("--cluster", "-c"), complete_clusters),
     "memory": Shown("DEVICE=SIZE"),
     "workload": Shown("WHAT"),
+    "homes": Shown(names=("--homes/--no-homes",)),
+    "window": Shown("BYTES"),
     "time_limit_seconds": Shown("SECONDS", ("--time-limit",)),
     "addresses": Shown("DEVICE=HOST:PORT", ("--address",)),
     "loops": Shown("REGEX=N", ("--loop",)),
