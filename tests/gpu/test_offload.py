@@ -56,7 +56,7 @@ class Stack(torch.nn.Module):
 
 
 def plan_of(model: Stack, ways: str, slots: int = 2) -> OffloadPlan:
-    width = model.blocks[0].up.in_features  # type: ignore[union-attr]
+    width: Any = model.blocks[0].up.in_features  # type: ignore[union-attr]
     workload = Workload(calls={"all": Call(inputs=pt.Inputs((torch.zeros(4, width),)))})
     units = record(model, workload).units
     letters = dict(zip((u.path for u in units), ways, strict=True))

@@ -19,11 +19,13 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-not-found]
 from numba import types
 from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
+
+_config: Any = numba.config
 
 _MOST_ROWS = 4
 """With more, the arithmetic takes longer than reading."""
@@ -34,8 +36,7 @@ _MOST_CACHED_BYTES = 16 * 2**20
 _TRIES = 5
 
 
-@intrinsic
-def _widened(context: Any, bits: Any) -> Any:
+def _widen(context: Any, bits: Any) -> Any:
     """The single-precision number of which a bfloat16 is the upper half."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -43,6 +44,9 @@ def _widened(context: Any, bits: Any) -> Any:
         return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
 
     return types.float32(types.uint16), generate
+
+
+_widened: Any = intrinsic(_widen)
 
 
 def _compiled(function: Any) -> Any:
@@ -147,7 +151,7 @@ class HostProducts:
     def _is_quicker(self, inputs: torch.Tensor, weight: torch.Tensor) -> bool:
         if not self._tries:
             return True
-        numba.set_num_threads(min(self._threads, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(self._threads, _config.NUMBA_NUM_THREADS))
         before, best = torch.get_num_threads(), {}
         torch.set_num_threads(self._threads)
         for name, run in (("torch", torch.nn.functional.linear), ("here", product)):
