@@ -19,7 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir  # type: ignore[import-not-found]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
