@@ -10,6 +10,7 @@ from placewright.calibration.accuracy import (
     Fidelity,
     check,
     fidelity,
+    pair_agreement,
     rank_correlation,
     why_distrusted,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "in_turns",
     "measure_links",
     "op_table",
+    "pair_agreement",
     "rank_correlation",
     "varied_placements",
     "why_distrusted",

@@ -39,7 +39,9 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         ran_on = np.array([run.trace.device_of.get(name, -1) for name in graph.op_names])
         if device != SPREAD and cluster.devices[device].kind.slots == 1:
             own = ran_on == device
-            traced[own] = _as_long_as(traced[own], run.measurement.mean_seconds)
+            on_gpu = cluster.devices[device].type == "gpu" and cluster.in_order
+            adjusted = _without_events if on_gpu else _as_long_as
+            traced[own] = adjusted(traced[own], run.measurement.mean_seconds)
         for other in range(cluster.num_devices):
             k, on = int(cluster.kind_of_device[other]), ran_on == other
             total[k, on] += traced[on]
@@ -81,6 +83,17 @@ def _as_long_as(traced: FloatArray, step: float) -> FloatArray:
     if total > step:  # tracing itself takes time
         return traced * (step / total)
     return traced + (step - total) / len(traced)
+
+
+def _without_events(traced: FloatArray, step: float) -> FloatArray:
+    """The times between two events each, of which the events took an equal part of each."""
+    if traced.sum() <= step:
+        return _as_long_as(traced, step)
+    low, high = 0.0, float(traced.max())
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(traced - middle, 0).sum() > step else (low, middle)
+    return np.maximum(traced - high, 0.0)
 
 
 def measure_links(runner: Runner, cluster: Cluster) -> Cluster:
