@@ -51,6 +51,10 @@ def source(name: str) -> Source:
 
         table = {"steps": costs.step_table, "types": costs.type_table}
         return Source(f"costs/{rest}.csv", table[rest])
+    if part == "one_gpu":
+        from benchmarks import one_gpu
+
+        return Source("one_gpu/one_gpu.csv", one_gpu.summary)
     if part == "large":
         from benchmarks import large
 
@@ -71,8 +75,11 @@ def source(name: str) -> Source:
             return Source("measured/overhead.csv", measured.overhead_table)
         return Source("measured/measured.csv", measured.answers_table)
     if part == "fidelity":
-        from benchmarks import fidelity
+        from benchmarks import fidelity, fidelity_gpu
 
+        if rest == "gpu":
+            made = fidelity_gpu.table
+            return Source("fidelity_gpu/summary.csv", made, "fidelity.svg", _SCATTER)
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
     if part == "large":
         from benchmarks import large
