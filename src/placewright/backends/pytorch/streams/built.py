@@ -17,6 +17,7 @@ from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run
 from placewright.backends.pytorch.streams.net import Net, Node
 from placewright.backends.pytorch.streams.schedule import Schedule
+from placewright.backends.pytorch.streams.training import split_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,13 @@ def lower(traced: Net, args: Sequence[Any], kwargs: Mapping[str, Any], fusion: F
     folded = 0
     if fusion is not Fusion.NONE:
         folded = passes.fold(net)
+        split_gradients(net)
     if fusion is Fusion.REGIONS:
         passes.split_biases(net)
     grouped = group(net, fusion)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    given = net.frozen()
+    given: dict[str, Any] = net.frozen()
+    given.update({name: value.detach() for name, value in net.held.items()})
     statics: list[torch.Tensor | None] = []
     for leaf, name in zip(leaves, net.leaves, strict=True):
         statics.append(None if name is None else leaf.detach().clone())
