@@ -54,8 +54,8 @@ from placewright.units import parse_duration
 
 __all__ = [
     "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
-    "TorchModel", "Workload", "accelerate", "accelerate_step", "generation", "load", "load_checkpoint", "offload",
-    "place", "plan", "plan_offload",
+    "TorchModel", "Workload", "accelerate", "accelerate_step", "generation", "load",
+    "load_checkpoint", "offload", "place", "plan", "plan_offload",
 ]  # fmt: skip
 
 if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):

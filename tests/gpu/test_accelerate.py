@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,18 @@ from placewright.backends.pytorch.streams.schedule import list_schedule, one_str
 from placewright.backends.pytorch.streams.tuning import Tuner, distance
 from placewright.torch import AccelerateConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # What torch keeps of traced modules is collected at odd times, and says so.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+    gc.collect()
 
 
 class Mixed(nn.Module):

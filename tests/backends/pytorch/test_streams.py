@@ -869,3 +869,24 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureF
     assert torch.equal(model.weight.grad, -torch.ones(4))  # type: ignore[arg-type]
     said = [r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage()]
     assert len(said) == 1
+
+
+def test_what_rounds_otherwise_is_as_exact() -> None:
+    """Far from the module's outputs in float16, and as near to the exact ones: it is right."""
+
+    class Sharp(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x + 1000) - 1000) * 3  # what is left has lost most of its digits
+
+    model, x = Sharp(), torch.randn(64).half()
+    device = Fake()
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        device.clock = 1e-9
+        return x * 3
+
+    fast = fake(model, device, candidates={"other": other, "wrong": lambda x: other(x) * 0})
+    with torch.no_grad():
+        fast(x)
+    assert fast.plans[0].chosen == "other"
+    assert [note for note in fast.plans[0].notes if note.startswith("wrong: is off")]

@@ -81,6 +81,8 @@ def _converted(
         (constants if source.kind == "constant" else held)[node.name] = tensor
     for call in step.calls:
         function: Any = operator.getitem if call.target == GETITEM else function_of(call.target)
+        if function is aten.as_strided.default:
+            raise UnsuitableError("it looks at memory by strides (as_strided)")
         if device.type == "cuda":
             function = on_gpus(function)
         args, kwargs = _filled((call.args, dict(call.kwargs)), nodes, device)
