@@ -252,8 +252,9 @@ def _made_of(run: Run) -> list[str]:
             "The speed-up comes from spreading overhead (issuing ops, gaps between kernels) over "
             f"devices: without overhead, {made['speed_up_without_overhead']:.2f}x is left."
         )
-    of = run.summary.get("step_range")
-    if of and (line := range_line(StepRange(**of))):
+    of = run.summary.get("step_range") or {}
+    known = {key: of[key] for key in StepRange.__dataclass_fields__ if key in of}
+    if known and (line := range_line(StepRange(**known))):
         lines.append(f"{line[0].upper()}{line[1:]}.")
     return lines
 
