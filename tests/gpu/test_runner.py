@@ -75,9 +75,9 @@ def test_every_placement_trains_alike(
             assert run.measurement.ok, run.measurement.reason
             assert run.returned is not None
             losses.append(run.returned["loss"])
-        # The first step says that what is computed is the same, the second that the update is. Later
-        # ones say nothing: even on one device, two runs of this model differ by tenths at the third,
-        # as sums on a GPU are in no fixed order.
+        # The first step says that what is computed is the same, the second that the update is.
+        # Later ones say nothing: on one device, too, two runs of this model differ by tenths at the
+        # third, as sums on a GPU are in no fixed order.
         for first, second in losses[1:]:
             assert first == pytest.approx(losses[0][0], rel=1e-4)
             assert second == pytest.approx(losses[0][1], rel=0.05)
