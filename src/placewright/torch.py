@@ -44,7 +44,7 @@ from placewright.cluster import Cluster, chosen, with_memory
 from placewright.costs import estimate_costs
 from placewright.errors import PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import SIMULATE, How, Machine, SearchConfig
 from placewright.session.driver import Session
 from placewright.session.result import Result
@@ -279,7 +279,8 @@ def feeds_of(source: TorchModel, program: TorchProgram) -> dict[str, Any] | None
 def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:
     """The placement problem of a captured module."""
     if level == "op":
-        return make_problem(program.graph, cluster)
+        # Weights that travel are for `plan_offload`, whose modules send them ahead of time.
+        return make_problem(program.graph, cluster, ProblemConfig(homes=False))
     return Problem(
         graph=program.graph,
         grouping=program.units.group(program.graph, program.ops_of_unit),
