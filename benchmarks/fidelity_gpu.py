@@ -614,7 +614,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first is dropped")
     parser.add_argument("--seconds", type=float, default=300.0, help="for all measuring")
     parser.add_argument(
-        "--each", type=float, default=40.0, help="for a model on a machine, at most"
+        "--each", type=float, default=25.0, help="for a model on a machine, at most"
     )
     parser.add_argument("--tiny", action="store_true", help="models that a CPU runs quickly")
     parser.add_argument("--analyse", action="store_true", help="measure nothing")
