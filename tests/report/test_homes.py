@@ -56,7 +56,7 @@ def lines_of(how: str) -> list[str]:
 
 def test_ranges_of_names() -> None:
     assert ranges(["l/0", "l/1", "l/2", "head"]) == "l/0-2; head"
-    assert ranges(["l/7/mlp", "l/3/mlp", "l/4/mlp"]) == "l/3-4, 7/mlp"
+    assert ranges(["l/7/mlp", "l/3/mlp", "l/4/mlp"]) == "l/{3-4, 7}/mlp"
     assert ranges([f"{c}" for c in "abcdefgh"]) == "a; b; c; d; e; 3 others"
 
 

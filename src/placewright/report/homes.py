@@ -19,7 +19,7 @@ _MOST_NAMES = 6
 
 
 def ranges(names: Sequence[str]) -> str:
-    """`layers/0-17 and 20, head`: names that differ in their last number are one."""
+    """`layers/0-17, 20; head`: names that differ in their last number are one."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         match = _NUMBER.search(name)
@@ -33,8 +33,10 @@ def ranges(names: Sequence[str]) -> str:
                 parts[-1][1] = number
             else:
                 parts.append([number, number])
-        texts = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
-        shown.append(family.replace("*", ", ".join(texts), 1) if texts else family)
+        texts = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+        if "," in texts and not family.endswith("*"):
+            texts = f"{{{texts}}}"
+        shown.append(family.replace("*", texts, 1) if texts else family)
     if len(shown) > _MOST_NAMES:
         shown[_MOST_NAMES - 1 :] = [f"{len(shown) - _MOST_NAMES + 1} others"]
     return "; ".join(shown)
