@@ -23,7 +23,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright import chips
-from placewright.acceleration import AccelerateConfig, accelerate, compile_backend
+from placewright.acceleration import (
+    AccelerateConfig,
+    accelerate,
+    accelerate_step,
+    compile_backend,
+)
 from placewright.backends import check_here
 from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
@@ -49,8 +54,8 @@ from placewright.units import parse_duration
 
 __all__ = [
     "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
-    "TorchModel", "Workload", "accelerate", "generation", "load", "load_checkpoint", "offload",
-    "place", "plan", "plan_offload",
+    "TorchModel", "Workload", "accelerate", "accelerate_step", "generation", "load",
+    "load_checkpoint", "offload", "place", "plan", "plan_offload",
 ]  # fmt: skip
 
 if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
