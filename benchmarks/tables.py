@@ -78,8 +78,7 @@ def source(name: str) -> Source:
         from benchmarks import fidelity, fidelity_gpu
 
         if rest == "gpu":
-            made = fidelity_gpu.table
-            return Source("fidelity_gpu/summary.csv", made, "fidelity.svg", _SCATTER)
+            return Source("fidelity_gpu/summary.csv", fidelity_gpu.table, "fidelity.svg", _SCATTER)
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
     if part == "large":
         from benchmarks import large
