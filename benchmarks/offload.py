@@ -45,6 +45,7 @@ from placewright.backends.pytorch.offload.links import Link, SlowLink, open_link
 from placewright.backends.pytorch.offload.measuring import refine
 from placewright.backends.pytorch.offload.plan import OffloadPlan, Shape, UnitPlan
 from placewright.backends.pytorch.offload.planner import Limits, Planner
+from placewright.backends.pytorch.offload.products import product
 from placewright.backends.pytorch.offload.recording import Recorded, record
 from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.shapes import Workload, generation
@@ -475,6 +476,10 @@ def probe() -> Iterator[dict[str, Any]]:
             x = torch.randn(rows, k).to(torch.bfloat16)
             found = rate(lambda x=x: [nn.functional.linear(x, w) for w in weights])  # type: ignore[misc]
             yield {"what": f"host F.linear bf16, {rows} rows", "gigabytes_per_second": found}
+        for rows in (1, 2, 4):
+            x = torch.randn(rows, k).to(torch.bfloat16)
+            found = rate(lambda x=x: [product(x, w, None) for w in weights])  # type: ignore[misc]
+            yield {"what": f"host products of our own, {rows} rows", "gigabytes_per_second": found}
         yield {
             "what": "host reads (sum of int64)",
             "gigabytes_per_second": rate(lambda: [w.view(torch.int64).sum() for w in weights]),
