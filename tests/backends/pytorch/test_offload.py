@@ -832,3 +832,31 @@ def test_linear_layers_of_the_host_use_the_quicker_product() -> None:
         torch.testing.assert_close(placed(x), other(x), rtol=0.02, atol=0.02)
     assert list(products.quicker) == [1]
     assert torch.get_num_threads() == threads
+
+
+# --- the benchmark, small ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "shape"), [("llama", "decode-1"), ("dit", "step")])
+def test_the_benchmark_runs_on_two_memories(name: str, shape: str) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.offload import Bench
+
+    bench = Bench(name, small=True, deadline=float("inf"))
+    (whole,) = bench.prepare([shape])
+    assert whole["largest_difference"] == 0
+    columns = ["simulated", "measured", "floor", "all-travel", "all-by-host"]
+    rows = {row["column"]: row for row in bench.cell(0.75, shape, columns)}
+    assert list(rows) == columns
+    assert not any("fault" in row for row in rows.values())
+    # The same numbers as without a limit, within those of 16 bits.
+    assert all(rows[c]["largest_difference"] < 0.05 for c in columns if c != "floor")
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
+def test_other_costs_make_another_plan() -> None:
+    planner = planner_of(Stack(10), 0.5, link=100.0, host=0.01)
+    before = planner.search(20)
+    planner.costs = planner_of(Stack(10), 0.5, link=0.01, host=100.0).costs
+    after = planner.search(20)
+    assert len(after.travelling("one")) > len(before.travelling("one"))
