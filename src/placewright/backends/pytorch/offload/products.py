@@ -34,6 +34,8 @@ _LEAST_WEIGHTS = 2**20
 _MOST_CACHED_BYTES = 16 * 2**20
 """Of keys and values that a unit attends to, which is torch's work."""
 _TRIES = 5
+_REST_SECONDS = 0.05
+"""After which threads that have nothing to do no longer spin."""
 
 
 def _widen(context: Any, bits: Any) -> Any:
@@ -155,6 +157,7 @@ class HostProducts:
         before, best = torch.get_num_threads(), {}
         torch.set_num_threads(self._threads)
         for name, run in (("torch", torch.nn.functional.linear), ("here", product)):
+            time.sleep(_REST_SECONDS)
             try:
                 run(inputs, weight, None)  # compiles, and wakes the threads up
             except Exception as fault:  # whatever compilers and their threads raise
