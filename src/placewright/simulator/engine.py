@@ -176,6 +176,7 @@ class Simulator:
             self._issuing, self._chips, streams,
         )  # fmt: skip
         sent, changes = log.counts
+        hops = (len(log.use_end), len(self._tables.routes) // len(self._tables.latency))
         stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
         recording = Recording(
@@ -196,6 +197,8 @@ class Simulator:
             transfer_free=stretched(log.use_free[log.sent[:sent]]),
             transfer_end=stretched(log.use_end[log.sent[:sent]]),
             transfer_cause=log.use_cause[log.sent[:sent]],
+            hop_start=stretched(log.hop_start.reshape(hops)[log.sent[:sent]]),
+            hop_free=stretched(log.hop_free.reshape(hops)[log.sent[:sent]]),
             change_seconds=stretched(log.change_seconds[:changes]),
             change_device=log.change_device[:changes],
             change_buffer=log.change_buffer[:changes],
@@ -345,6 +348,11 @@ class Recording:
     """[M] what let the weight of a visit start: op i, whose end made room for it, as i; the
     transfer for use u before it as N + u; nothing, with the step, as -1. -1 for all that is no
     visit."""
+    hop_start: FloatArray
+    """[M, hops] of transfers that are relayed, when each begins to occupy each link of its way; NaN
+    where it does not."""
+    hop_free: FloatArray
+    """[M, hops] when that is free again."""
     change_seconds: FloatArray
     """[L]"""
     change_device: IndexArray
