@@ -196,7 +196,7 @@ class Rounds:
         the best of what was found is measured. Gives the problem under the costs as they are."""
         real = self.real
         self.correct()
-        candidates = self._candidates(seconds, real.seed, chosen=self.config.chosen)
+        candidates = self._candidates(seconds, real.seed, methods=self.config.chosen)
         real.measure(candidates, leave=real.runs_reserved)
         assert self.calibration is not None
         return self.calibration.problem(real.problem)
@@ -213,7 +213,7 @@ class Rounds:
         return bool(measured)
 
     def _candidates(
-        self, seconds: float, seed: int, chosen: registry.Chosen | None = None
+        self, seconds: float, seed: int, methods: registry.Chosen | None = None
     ) -> list[tuple[Placement, str]]:
         """The best that a search in the simulator finds, and who found them. By default as if all
         methods were asked for: those that learn go on in later rounds, so that this one is not all
@@ -229,7 +229,7 @@ class Rounds:
             ]
         )
         search(
-            self._placers(under, budget, seed, chosen), SimulatedEvaluator(under), budget,
+            self._placers(under, budget, seed, methods), SimulatedEvaluator(under), budget,
             journal=simulated, seed=real.seed, observe=self._watch, stop=real.stop,
             lower_bound_seconds=None,  # it says nothing of times that were measured
         )  # fmt: skip
@@ -244,13 +244,13 @@ class Rounds:
         return list(chosen.items())
 
     def _placers(
-        self, under: Problem, budget: Budget, seed: int, chosen: registry.Chosen | None
+        self, under: Problem, budget: Budget, seed: int, methods: registry.Chosen | None
     ) -> list[Placer]:
         """Made anew under the costs as they are now; those that learn go on with what they have
         learned."""
         names = self.config.chosen.names
         made = registry.make(
-            chosen or names,
+            methods or names,
             under,
             seed=seed,
             seconds=budget.seconds,
