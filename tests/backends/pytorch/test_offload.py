@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
 from placewright.backends.pytorch.offload.window import Route, Source, Window, arrange
 from placewright.errors import ModelError, PlacementError, SearchError
+from placewright.evaluators.simulated import SimulatedEvaluator
+from tests.test_homes import layers, machine, posed
+from tests.test_homes import placed as placed_on
 
 DEVICE = "cpu:1"
 FAST = 1e9
@@ -860,3 +864,35 @@ def test_other_costs_make_another_plan() -> None:
     planner.costs = planner_of(Stack(10), 0.5, link=0.01, host=100.0).costs
     after = planner.search(20)
     assert len(after.travelling("one")) > len(before.travelling("one"))
+
+
+# --- beside the simulator ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_timeline_agrees_with_the_simulator(seed: int) -> None:
+    """Of a first pass, with nothing in the buffer yet: whole modules by the one, ops and tensors by
+    the other. There, what the host has computed may wait for a tensor that is on the link, which
+    small activations of the runtime do not."""
+    draw = random.Random(seed)
+    ways = draw.choices("scr", [3, 2 if seed % 2 else 0, 2], k=9)
+    slots, host, device = draw.randint(1, 3), draw.uniform(0.3, 2.0), draw.uniform(0.01, 0.5)
+    graph = layers(len(ways), size=10**6, gpu=device, cpu=host)
+    problem = posed(graph, machine(bandwidth=1e6), window=slots * 10**6)
+    where = {"s": "gpu:0 cpu:0", "c": "cpu:0", "r": "gpu:0"}
+    placement = placed_on(problem, **{f"l{n}": where[way] for n, way in enumerate(ways)})
+    simulated = SimulatedEvaluator(problem).evaluate([placement])[0]
+    numbers = iter(range(len(ways)))
+    steps = [
+        Step(seconds=host if way == "c" else device, on_host=way == "c",
+             copy=next(numbers) if way == "s" else -1)
+        for way in ways
+    ]  # fmt: skip
+    copies = [
+        Copy(seconds=1.0, start=n % slots, stop=n % slots + 1) for n in range(ways.count("s"))
+    ]
+    expected = pass_seconds(steps, copies, passes=1)
+    waits = sum(a == "c" != b for a, b in itertools.pairwise(ways))
+    assert expected * (1 - 1e-3) <= simulated.mean_seconds <= expected * (1 + 1e-3) + waits
+    if not waits:
+        assert simulated.mean_seconds == pytest.approx(expected, rel=1e-3)
