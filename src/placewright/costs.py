@@ -55,9 +55,15 @@ class Costs:
     gap_seconds: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
     """[K, N] what the kernels of each op take of the device besides their work, whoever issues
     them; likewise."""
+    demand: FloatArray = field(default_factory=lambda: frozen(np.zeros((0, 0))))
+    """[K, N] what each op takes, while it runs alone, of what its device shares with others on the
+    same chip, from 0 to 1. Ops that run at the same time and want more than 1 together slow each
+    other down. All 0 unless given."""
 
     def __post_init__(self) -> None:
-        for name in ("overhead_seconds", "gap_seconds"):
+        if np.any(self.demand > 1):
+            raise CostsError("no op can demand more than all of its chip")
+        for name in ("overhead_seconds", "gap_seconds", "demand"):
             if not getattr(self, name).size:
                 object.__setattr__(self, name, frozen(np.zeros(self.op_seconds.shape)))
             seconds = getattr(self, name)
@@ -90,7 +96,7 @@ class Costs:
         digest = hashlib.sha256("\n".join(self.kinds).encode())
         digest.update(np.ascontiguousarray(self.op_seconds).tobytes())
         digest.update(np.ascontiguousarray(self.source).tobytes())
-        for name in ("overhead_seconds", "gap_seconds"):
+        for name in ("overhead_seconds", "gap_seconds", "demand"):
             if getattr(self, name).any():  # costs from before there was overhead keep theirs
                 digest.update(name.encode() + np.ascontiguousarray(getattr(self, name)).tobytes())
         return digest.hexdigest()[:16]
@@ -127,6 +133,7 @@ class Costs:
                         for name, rows in (
                             ("overhead", self.overhead_seconds),
                             ("gap", self.gap_seconds),
+                            ("demand", self.demand),
                         )
                         if rows[k].any()
                     },
@@ -155,9 +162,9 @@ class Costs:
             sources = [
                 [Source[name.upper()] for name in entry["source"]] for entry in kinds.values()
             ]
-            overhead, gap = (
+            overhead, gap, demand = (
                 [entry.get(name, [0.0] * graph.num_ops) for entry in kinds.values()]
-                for name in ("overhead", "gap")
+                for name in ("overhead", "gap", "demand")
             )
             costs = Costs(
                 kinds=tuple(kinds),
@@ -165,6 +172,7 @@ class Costs:
                 source=frozen(np.array(sources, dtype=np.uint8)),
                 overhead_seconds=frozen(np.array(overhead, dtype=np.float64)),
                 gap_seconds=frozen(np.array(gap, dtype=np.float64)),
+                demand=frozen(np.array(demand, dtype=np.float64)),
             )
         except (
             KeyError, TypeError, ValueError, AttributeError, OverflowError, CostsError

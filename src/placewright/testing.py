@@ -179,6 +179,7 @@ def random_problem(
     gaps: bool = False,
     contention: bool = False,
     issue: str | None = None,
+    chips: bool = False,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
@@ -187,7 +188,8 @@ def random_problem(
     on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
     with `gaps`, links are free again before what they carried has arrived; with `contention`,
     devices slow each other down; with `issue`, ops have to be issued, by whom it says (see
-    `Cluster.issue`).
+    `Cluster.issue`); with `chips`, devices are streams or partitions of the same chip, and links
+    relay.
     """
     rng = np.random.default_rng(seed)
     more = np.random.default_rng([seed, 1])  # so that the rest is the same with and without
@@ -240,6 +242,11 @@ def random_problem(
         names=tuple(f"group{g}" for g in range(len(numbers))),
     )
     costs = estimate_costs(graph, cluster)
+    if chips:
+        cluster = _on_chips(more, cluster)
+        costs = estimate_costs(graph, cluster)
+        demand = more.integers(0, 9, size=costs.op_seconds.shape) / 8
+        costs = replace(costs, demand=frozen(demand))
     if issue is not None:
         cluster = replace(cluster, issue=issue)
         overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
@@ -313,6 +320,29 @@ def _random_cluster(
                 duplex=bool(rng.random() < 0.5),
             )
             for wire, joined in wires.items()
+        ),
+    )
+
+
+def _on_chips(rng: np.random.Generator, cluster: Cluster) -> Cluster:
+    """The same devices as parts of chips: streams, where they are of one kind, or partitions."""
+    names: dict[str, str] = {}
+    ways: dict[str, str] = {}
+    chips = [f"chip{c}" for c in rng.integers(2, size=cluster.num_devices).tolist()]
+    for device, chip in zip(cluster.devices, chips, strict=True):
+        kinds = {d.kind.name for d, c in zip(cluster.devices, chips, strict=True) if c == chip}
+        way = ways.setdefault(chip, "stream" if len(kinds) == 1 and rng.random() < 0.7 else "part")
+        names[device.name] = f"{chip}/{way}:{len(names)}"
+    return replace(
+        cluster,
+        devices=tuple(replace(device, name=names[device.name]) for device in cluster.devices),
+        links=tuple(
+            replace(
+                link,
+                pairs=tuple((names.get(a, a), names.get(b, b)) for a, b in link.pairs),
+                relays=bool(rng.random() < 0.5),
+            )
+            for link in cluster.links
         ),
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from placewright.cli import main
-from placewright.distributed import session
+from placewright.distributed import guard, session
 from tests.distributed.helpers import processes, until
 
 # Checkpoints come so often that there is one when the driver is killed.
@@ -88,6 +88,31 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(graph: Path) -> None:
     assert updates == sorted(set(updates))
 
 
+def test_the_guard_ends_who_belongs_to_ray_and_nobody_else(tmp_path: Path) -> None:
+    """Who was started with the mark, or writes to the folder, and not who only reads there."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    (folder / "log").write_text("said")
+    code = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print(); time.sleep(600)"
+    held: list[subprocess.Popen[bytes]] = []
+    for mode, mark in (("r", "other"), ("a", "other"), ("r", str(folder))):
+        command = [sys.executable, "-u", "-c", code, str(folder / "log"), mode]
+        environment = {**os.environ, guard.MARK: mark}
+        held.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
+    try:
+        for process in held:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has the file open
+        watch = [sys.executable, "-I", guard.__file__, str(folder)]
+        subprocess.run(watch, stdin=subprocess.DEVNULL, check=True)
+        assert [process.poll() for process in held] == [None, -9, -9]
+        assert not folder.exists()
+    finally:
+        for process in held:
+            process.kill()
+            process.communicate()
+
+
 def listening(pid: int) -> list[str]:
     """The addresses at which a process takes connections, as the kernel writes them."""
     sockets = set()
@@ -150,7 +175,6 @@ def test_nobody_gets_into_ray_and_ctrl_c_leaves_nothing_but_the_best(
             until(lambda: gone(started))
             until(lambda: not folder.exists())
     finally:
-        # Whoever had a file of it open meanwhile would be taken for one of Ray's processes.
         until(lambda: not os.listdir(temporary))
         os.rmdir(temporary)
     summary = json.loads(Path("out/summary.json").read_text())

@@ -86,12 +86,31 @@ class Reference:
         self.events: list[tuple[float, int, int, int, object]] = []
         self.sequence = 0
 
+        self.pool = [
+            next(
+                e
+                for e, other in enumerate(cluster.devices)
+                if e == d or (other.chip == device.chip and other.sharing == "stream")
+            )
+            for d, device in enumerate(cluster.devices)
+        ]
+        """The first device with the same memory."""
         self.holders: list[dict[int, list[object]]] = [{} for _ in cluster.devices]
         """Device -> buffer -> whoever holds it."""
         self.used = [0] * cluster.num_devices
         for op, size in enumerate(graph.resident_bytes.tolist()):
-            self.used[self.device[op]] += size
+            self.used[self.pool[self.device[op]]] += size
         self.out.peak_bytes = list(self.used)
+
+        names = [device.chip for device in cluster.devices]
+        self.chip: list[str | None] = [name if names.count(name) > 1 else None for name in names]
+        """Of each device, where others are on it as well."""
+        self.clock = dict.fromkeys(names, (0.0, 0.0, 1.0))
+        """What the clock of each chip showed, when, and how much longer everything takes since."""
+        self.stale: set[str] = set()
+        """Chips on which ops have begun or ended."""
+        self.due = [0.0] * len(self.servers)
+        """When the first in the queue ends, by the clock of its chip."""
 
     # --- memory ---
 
@@ -102,7 +121,7 @@ class Reference:
     def size(self, buffer: int, device: int) -> int:
         graph = self.problem.graph
         producer = int(graph.tensor_producer[buffer])
-        if self.device[producer] == device:
+        if self.pool[self.device[producer]] == device:
             return 0 if graph.resident_bytes[producer] > 0 else int(graph.tensor_bytes[buffer])
         return max(
             int(graph.tensor_bytes[t]) for t in range(graph.num_tensors) if self.buffer(t) == buffer
@@ -111,7 +130,7 @@ class Reference:
     def hold(self, tensor: int, device: int, who: object) -> None:
         if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
             return
-        buffer = self.buffer(tensor)
+        buffer, device = self.buffer(tensor), self.pool[device]
         if buffer not in self.holders[device]:
             self.holders[device][buffer] = []
             self.used[device] += self.size(buffer, device)
@@ -121,7 +140,7 @@ class Reference:
     def release(self, tensor: int, device: int, who: object) -> None:
         if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
             return
-        buffer = self.buffer(tensor)
+        buffer, device = self.buffer(tensor), self.pool[device]
         self.holders[device][buffer].remove(who)
         if not self.holders[device][buffer]:
             del self.holders[device][buffer]
@@ -131,7 +150,12 @@ class Reference:
         if self.out.overflow_device >= 0:
             return
         for d, device in enumerate(self.problem.cluster.devices):
-            if self.used[d] > device.memory_bytes:
+            shared = [
+                other.memory_bytes
+                for e, other in enumerate(self.problem.cluster.devices)
+                if self.pool[e] == d
+            ]
+            if self.used[d] > min([device.memory_bytes, *shared]):
                 sizes = [(-self.size(buffer, d), buffer) for buffer in self.holders[d]]
                 largest = sorted(pair for pair in sizes if pair[0] < 0)[:3]
                 self.out.overflow_device = d
@@ -158,7 +182,8 @@ class Reference:
         device = self.device[op]
         candidates = [s for s, (d, _) in enumerate(self.servers) if d == device]
         server = min(candidates, key=lambda s: (self.server_free[s], s))
-        start = max(now, self.server_free[server])
+        chip = self.chip[device]
+        start = max(now if chip is None else self.shown(chip, now), self.server_free[server])
         end = start + float(self.problem.busy_seconds[device, op])
         self.server_free[server] = end
         self.ends[op] = end - self.late[server]
@@ -166,9 +191,39 @@ class Reference:
         self.out.op_slot[op] = self.servers[server][1]
         self.server_queue[server].append(op)
         if len(self.server_queue[server]) == 1:
-            self.server_end[server] = end
-            self.push(end, OP_END, server, op)
+            if chip is None:
+                self.server_end[server] = end
+                self.push(end, OP_END, server, op)
+            else:
+                self.out.op_start[op] = now
+                self.due[server] = end
+                self.stale.add(chip)
             self.begin(op)
+
+    def shown(self, chip: str, now: float) -> float:
+        """What the clock of a chip shows."""
+        clock, since, slow = self.clock[chip]
+        return clock + (now - since) / slow
+
+    def share(self, now: float) -> None:
+        """Ops on one chip that want more than it has take longer, all by the same factor."""
+        for chip in sorted(self.stale):
+            busy = [
+                s for s, (d, _) in enumerate(self.servers)
+                if self.chip[d] == chip and self.server_queue[s]
+            ]  # fmt: skip
+            load = 0.0
+            for s in busy:
+                kind = self.problem.cluster.kind_of_device[self.servers[s][0]]
+                load += float(self.problem.costs.demand[kind, self.server_queue[s][0]])
+            clock = self.shown(chip, now)
+            slow = max(1.0, load)
+            self.clock[chip] = clock, now, slow
+            for s in busy:
+                self.server_end[s] = now + max(0.0, self.due[s] - clock) * slow
+                # The events that are already there come too early or too late: they are ignored.
+                self.push(self.server_end[s], OP_END, s, self.server_queue[s][0])
+        self.stale = set()
 
     def issue(self, op: int, now: float) -> None:
         """Gives a ready op to whoever has to issue it, or to a server."""
@@ -211,6 +266,11 @@ class Reference:
         server = min(servers, key=lambda s: (self.server_free[s], s))
         self.server_free[server] += work
         self.late[server] += work
+        self.due[server] += work
+        chip = self.chip[device]
+        if chip is not None:
+            self.stale.add(chip)
+            return
         self.server_end[server] += work
         # The event that is already there comes too early and will be ignored.
         self.push(self.server_end[server], OP_END, server, self.server_queue[server][0])
@@ -226,17 +286,28 @@ class Reference:
         routes, count = self.problem.cluster.routes, self.problem.num_devices
         first, end = routes.offsets[source * count + target : source * count + target + 2]
         channels = [int(c) for c in routes.channels[first:end]]
-        start = max([now, *(self.channel_free[c] for c in channels)])
-        moving = item.bytes * float(routes.seconds_per_byte[source, target])
-        arrival = start + float(routes.latency_seconds[source, target]) + moving
-        for channel in channels:
-            self.channel_free[channel] = start + float(routes.gap_seconds[source, target]) + moving
-        # In the order it was given, on the first channel.
-        arrival = max(arrival, self.last_arrival[channels[0]])
-        self.last_arrival[channels[0]] = arrival
-        free = self.channel_free[channels[0]]
+        if routes.relayed[source, target]:
+            start, arrival = max(now, self.channel_free[channels[0]]), now
+            for hop, channel in zip(range(first, end), channels, strict=True):
+                moving = item.bytes * float(routes.hop_seconds_per_byte[hop])
+                begin = max(arrival, self.channel_free[channel])
+                self.channel_free[channel] = begin + float(routes.hop_gap_seconds[hop]) + moving
+                arrival = begin + float(routes.hop_latency_seconds[hop]) + moving
+            last = channels[-1]
+        else:
+            start = max([now, *(self.channel_free[c] for c in channels)])
+            moving = item.bytes * float(routes.seconds_per_byte[source, target])
+            arrival = start + float(routes.latency_seconds[source, target]) + moving
+            gap = float(routes.gap_seconds[source, target])
+            for channel in channels:
+                self.channel_free[channel] = start + gap + moving
+            last = channels[0]
+        # In the order it was given, on that channel.
+        arrival = max(arrival, self.last_arrival[last])
+        self.last_arrival[last] = arrival
+        free = self.channel_free[last]
         self.out.transfers.append((item.tensor, source, target, now, start, free, arrival))
-        self.push(arrival, ARRIVAL, channels[0], (item, target))
+        self.push(arrival, ARRIVAL, last, (item, target))
         self.hold(item.tensor, source, ("sent to", target, item.tensor))
 
     def deliver(self, item: Item, device: int) -> list[int]:
@@ -274,9 +345,14 @@ class Reference:
         self.out.op_end[op] = now
         if queue:
             self.out.op_start[queue[0]] = now
-            self.server_end[server] = self.ends[queue[0]] + self.late[server]
-            self.push(self.server_end[server], OP_END, server, queue[0])
+            self.due[server] = self.ends[queue[0]] + self.late[server]
+            if self.chip[device] is None:
+                self.server_end[server] = self.due[server]
+                self.push(self.server_end[server], OP_END, server, queue[0])
             self.begin(queue[0])
+        chip = self.chip[device]
+        if chip is not None:
+            self.stale.add(chip)
         return ready
 
     def arrive(self, item: Item, target: int) -> list[int]:
@@ -300,6 +376,7 @@ class Reference:
             self.hold_up(packer, self.packing)
             self.packing = 0.0
             self.check_limits()
+            self.share(now)
             ready = []
             if not self.events:
                 break
@@ -320,6 +397,7 @@ class Reference:
                 ready = self.arrive(*what)
         assert len(self.out.op_end) == self.problem.graph.num_ops
         assert not any(self.holders)
+        self.out.peak_bytes = [self.out.peak_bytes[pool] for pool in self.pool]
         self.out.step_seconds = now
         self.stretch()
         return self.out

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placewright.graph import Op, Tensor
+from placewright.cluster import Cluster
+from placewright.graph import Op, Tensor, frozen
 from placewright.placement import Placement
 from placewright.simulator import Simulator, lower_bounds
 from placewright.testing import (
@@ -30,12 +31,26 @@ def op(name: str, seconds: float, size: int = 0, param_bytes: int = 0) -> Op:
     )
 
 
+def on_streams(cluster: Cluster) -> Cluster:
+    """The same devices as streams of one chip."""
+    names = {d.name: f"gpu:0/stream:{n}" for n, d in enumerate(cluster.devices)}
+    return dataclasses.replace(
+        cluster,
+        devices=tuple(dataclasses.replace(d, name=names[d.name]) for d in cluster.devices),
+        links=tuple(
+            dataclasses.replace(link, pairs=tuple((names[a], names[b]) for a, b in link.pairs))
+            for link in cluster.links
+        ),
+    )
+
+
 def best_of_all(problem_seed: int) -> tuple[float, float]:
     """The best step time of all placements that fit, and the lower bound."""
     problem = random_problem(
         problem_seed, max_ops=10, max_groups=4, max_devices=3, tight_memory=True,
         contention=problem_seed % 2 > 0,
         issue=(None, "device", "host", "none")[problem_seed // 2 % 4],
+        chips=problem_seed // 8 % 2 > 0,
     )  # fmt: skip
     choices = itertools.product(range(problem.num_devices), repeat=problem.num_groups)
     result = Simulator(problem).run(np.array(list(choices)))
@@ -47,6 +62,25 @@ def best_of_all(problem_seed: int) -> tuple[float, float]:
 def test_no_placement_is_better(seed: int) -> None:
     best, bound = best_of_all(seed)
     assert best >= bound
+
+
+def test_what_ops_demand_of_one_chip() -> None:
+    streams = on_streams(uniform_cluster(2))
+    made = make_problem([op(name, 3) for name in "abcd"], [], streams)
+    costs = dataclasses.replace(made.costs, demand=frozen(np.full((1, 4), 0.75)))
+    problem = dataclasses.replace(made, costs=costs)
+    bound = lower_bounds(problem)
+    assert bound.work_seconds == pytest.approx(0.75 * 12)  # two at a time would be done in 6
+    best = Simulator(problem).run([[0, 0, 1, 1]]).step_seconds[0]
+    assert best == pytest.approx(9)
+
+
+def test_streams_have_no_more_memory_than_their_chip() -> None:
+    streams = on_streams(uniform_cluster(2, memory_bytes=100))
+    ops = [op("a", 1, param_bytes=60), op("b", 1, param_bytes=60)]
+    reason = lower_bounds(make_problem(ops, [], streams)).forced_out_of_memory
+    assert reason is not None
+    assert "the devices have 100 B together" in reason
 
 
 def test_critical_path() -> None:

@@ -51,6 +51,7 @@ def random_case(seed: int) -> Problem:
         seed, max_ops=20, max_groups=20, tight_memory=True,
         overhead=seed % 2 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 2,
         issue=(None, None, "device", "host", "none")[seed // 30 % 5],
+        chips=seed // 150 % 3 == 1,
     )  # fmt: skip
 
 
@@ -355,9 +356,12 @@ def test_many_ops() -> None:
 
 
 def test_compiles_once_for_all_problems() -> None:
-    for seed in range(8):
+    for seed in range(12):
         made = random_problem(
-            seed, contention=seed % 2 > 0, issue=(None, "device", "host")[seed % 3]
+            seed,
+            contention=seed % 2 > 0,
+            issue=(None, "device", "host")[seed % 3],
+            chips=seed > 7,
         )
         problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
@@ -365,8 +369,9 @@ def test_compiles_once_for_all_problems() -> None:
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    # With a log and without: with contention, without, and where ops are issued.
-    assert len(kernel.signatures) == 6
+    # With a log and without: with contention, without, and where ops are issued; and where devices
+    # share a chip, with and without issuing.
+    assert len(kernel.signatures) == 10
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ def random_timeline(seed: int) -> Timeline:
     problem = random_problem(
         seed, max_ops=20, max_groups=20, tight_memory=True, gaps=seed % 2 > 0,
         contention=seed % 3 > 1, issue=(None, "device", "host", "none")[seed % 4],
+        chips=seed // 12 % 3 > 1,
     )  # fmt: skip
     row = np.random.default_rng(seed).integers(problem.num_devices, size=problem.num_groups)
     return Simulator(problem).timeline(Placement.of(problem, row.astype(np.int32)))
@@ -65,8 +66,10 @@ def test_slots_and_channels_do_one_thing_at_a_time(seed: int) -> None:
 @given(seeds)
 def test_memory_curves_end_at_what_is_resident_and_reach_the_peak(seed: int) -> None:
     timeline = random_timeline(seed)
+    pools = timeline.problem.cluster.pool_of_device
     resident = np.zeros(timeline.problem.num_devices, dtype=np.int64)
-    np.add.at(resident, timeline.op_device, timeline.problem.graph.resident_bytes)
+    np.add.at(resident, pools[timeline.op_device], timeline.problem.graph.resident_bytes)
+    resident = resident[pools]
     for device, curve in enumerate(timeline.memory):
         assert curve.seconds[0] == 0
         assert np.all(np.diff(curve.seconds) >= 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 _PING_SECONDS = 3.0
 """How long a device's process may take to answer before it is taken for hung."""
+
+_ANSWER_SECONDS = 3.0
+"""How long a run may take to end once a device is out of memory. Starting new processes takes
+longer than that."""
 
 _MOST_FOREIGN_LOAD = 0.1
 """More than this is worth a warning."""
@@ -88,6 +93,14 @@ class ProcessRunner(ABC):
         """Whether these last words say that a process did not get its port."""
         return False
 
+    def _prepare(self) -> None:  # noqa: B027 most need nothing
+        """Called before each run, when all processes are there."""
+
+    def _out_of_memory(self) -> str:
+        """Asked again and again during a run, and once after it: which device has run out of memory
+        by now, where a framework takes long to say so, or does not say it."""
+        return ""
+
     def _in_our_words(self, reason: str) -> str:
         """A reason with the cluster's names of devices in place of the framework's."""
         return reason
@@ -130,6 +143,7 @@ class ProcessRunner(ABC):
             "check": self.config.check,
         }
         try:
+            self._prepare()
             answer = self._answer(request, limit)
         except BaseException:  # Ctrl-C: what runs is not what was asked for any more
             self._stop()
@@ -159,10 +173,18 @@ class ProcessRunner(ABC):
         # hang.
         deadline = time.monotonic() + limit + min(5.0, 0.5 * limit)
         self._client.send(request, deadline - time.monotonic())
+        full, since = "", math.inf
         while True:
             answer = self._client.receive(0.1)
+            if not full and (full := self._out_of_memory()):
+                since = time.monotonic()
             if answer is not None:
+                if full and answer["outcome"] != "out of memory":
+                    broken = answer["outcome"] == "lost"
+                    answer = {"outcome": "out of memory", "reason": full, "broken": broken}
                 return answer
+            if time.monotonic() - since > _ANSWER_SECONDS:
+                return {"outcome": "out of memory", "reason": full, "broken": True}
             if any(child.ended() for child in self._children):
                 # It may have answered just before.
                 return self._client.receive(0.0) or {"outcome": "lost"}
@@ -230,7 +252,8 @@ class ProcessRunner(ABC):
             if how:
                 words = child.last_words()
                 reason = f"{name} {how}"
-                if memory_kills() > kills or "bad_alloc" in words:
+                killed = "SIGKILL" in how and memory_kills() > kills
+                if killed or "bad_alloc" in words:
                     outcome = "out of memory"
                     reason += ": the system ran out of memory"
                 reason += f"; last lines of its log: {words}" if words else ""

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
+_MOST_LOG_BYTES = 1 << 20
+"""Of a log, read at a time."""
+
 
 class Child:
     """A Python module run as a process, talking JSON lines: requests to its stdin, answers back."""
@@ -49,6 +52,7 @@ class Child:
         command that becomes the one after it, such as `PrivateNetwork.prefix`."""
         self.name = module.rpartition(".")[2]
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as we do
+        self._log_read = 0
         self._pending = b""
         descriptors: dict[str, int] = {}
         opened: list[IO[bytes]] = []
@@ -138,6 +142,14 @@ class Child:
         text = os.pread(self._log.fileno(), 8192, start).decode(errors="replace")
         kept = [line.strip() for line in text.splitlines() if line.strip()]
         return " | ".join(kept[-lines:])
+
+    def fresh_lines(self) -> list[str]:
+        """What it has written to its log since this was last asked, as far as lines are whole."""
+        text = os.pread(self._log.fileno(), _MOST_LOG_BYTES, self._log_read)
+        whole = text[: text.rfind(b"\n") + 1]
+        # A line that is longer than what is read at a time is nobody's.
+        self._log_read += len(whole) or (len(text) if len(text) == _MOST_LOG_BYTES else 0)
+        return whole.decode(errors="replace").splitlines()
 
     def kill(self) -> None:
         """Ends it at once and waits until it is gone."""

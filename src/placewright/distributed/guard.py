@@ -33,10 +33,20 @@ def _belongs(path: Path, folder: str) -> bool:
     if f"{MARK}={folder}".encode() in (path / "environ").read_bytes().split(b"\0"):
         return True
     # Those of Ray that change their title overwrite their environment with it; their logs are open.
+    # Who only reads those is a user.
     for file in (path / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
-            if os.readlink(file).startswith(f"{folder}/"):
+            if os.readlink(file).startswith(f"{folder}/") and _writes(path, file.name):
                 return True
+    return False
+
+
+def _writes(path: Path, number: str) -> bool:
+    """Whether a process has opened this file to write."""
+    for line in (path / "fdinfo" / number).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "flags":
+            return int(value, 8) & os.O_ACCMODE != os.O_RDONLY
     return False
 
 

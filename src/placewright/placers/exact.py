@@ -7,7 +7,7 @@ CP-SAT (OR-Tools), which chooses devices and also the order on every device and 
 An evaluator serves ops and transfers in the order in which they become ready. CP-SAT may choose any
 order, so its optimum is a lower bound on what any placement takes: with the placement it proposes,
 the truth lies between the two. So it is where the evaluator knows more than CP-SAT, which leaves
-out contention and that ops must be issued.
+out contention, what devices of one chip share, and that ops must be issued.
 """
 
 from __future__ import annotations
@@ -138,11 +138,14 @@ class Exact(Placer):
         # A little less, for the small change that `Machine.ticks` does not count.
         bound = found.bound * machine.tick_seconds * (1 - 1e-9)
         self.notes.lower_bound_seconds = max(self.notes.lower_bound_seconds, bound)
-        # CP-SAT knows nothing of contention, so what is optimal for it is then a bound, no more.
-        # It does not wait for ops to be issued either.
-        problem = self.problem
+        # CP-SAT knows nothing of contention, nor of what devices of one chip share, so what is
+        # optimal for it is then a bound, no more. It does not wait for ops to be issued either.
+        cluster = self.problem.cluster
         self.proven = found.optimal and not (
-            problem.cluster.contention or problem.issue_seconds.any()
+            cluster.contention
+            or cluster.shared_chips
+            or cluster.routes.relayed.any()
+            or self.problem.issue_seconds.any()
         )
         placements = found.placements or ([start] if start is not None else [])
         if not placements:
@@ -301,6 +304,8 @@ class Machine:
         self.channels = [
             [
                 routes.channels[routes.offsets[i] : routes.offsets[i + 1]].tolist()
+                if not routes.relayed.flat[i]
+                else []  # one after another: to leave them out keeps the bound a bound
                 for i in range(s * len(self.devices), (s + 1) * len(self.devices))
             ]
             for s in self.devices

@@ -44,7 +44,7 @@ def lower_bounds(problem: Problem) -> LowerBounds:
     path_seconds, path = _critical_path(problem, flow)
     needs, moment = _most_memory(problem, flow, path)
     least = np.maximum(needs, _needs_alone(problem, flow))
-    memory_bytes = np.array([device.memory_bytes for device in problem.cluster.devices])
+    memory_bytes = problem.cluster.pool_bytes
     fits = problem.allowed & (least[:, np.newaxis] <= memory_bytes)
     reason = _why_nothing_fits(problem, needs, moment, least)
     busy = _group_sums(problem, problem.busy_seconds)
@@ -54,7 +54,7 @@ def lower_bounds(problem: Problem) -> LowerBounds:
         # The dual of a problem without solution grows without end.
         reason = "no split of the groups over the devices keeps all of them within their memory"
         memory = np.inf
-    work = max(_contended(problem, work), _issuing(problem))
+    work = max(_contended(problem, work), _issuing(problem), _on_one_chip(problem))
     return LowerBounds(
         critical_path_seconds=path_seconds,
         work_seconds=work,
@@ -109,6 +109,18 @@ def _contended(problem: Problem, seconds: float) -> float:
     busy = _group_sums(problem, problem.busy_seconds) / slots[:, np.newaxis]
     least = np.where(problem.allowed.T, busy, np.inf).min(axis=0).sum()
     return max(seconds, (1 - share) * seconds + share * float(least) * (1.0 - _ROUNDING))
+
+
+def _on_one_chip(problem: Problem) -> float:
+    """Where all devices are parts of one chip: how long it takes to give all ops what they demand
+    of it, however they are placed."""
+    if (problem.cluster.chip_of_device != 0).any():
+        return 0.0
+    demand = problem.costs.demand[problem.cluster.kind_of_device]
+    busy = np.where(demand > 0, problem.busy_seconds, 0.0)  # an op without a kernel has no demand
+    taken = _group_sums(problem, demand * np.where(np.isfinite(busy), busy, 0.0))
+    least = np.where(problem.allowed.T, taken, np.inf).min(axis=0).sum()
+    return float(least) * (1.0 - _ROUNDING)
 
 
 def _group_sums(problem: Problem, op_seconds: FloatArray) -> FloatArray:
@@ -278,14 +290,15 @@ def _needs_alone(problem: Problem, flow: Flow) -> FloatArray:
 def _why_nothing_fits(
     problem: Problem, needs: FloatArray, moment: int, least: FloatArray
 ) -> str | None:
-    memory = np.array([device.memory_bytes for device in problem.cluster.devices], dtype=np.float64)
+    memory = problem.cluster.pool_bytes.astype(np.float64)
+    together = memory[np.unique(problem.cluster.pool_of_device)].sum()
     total, resident = needs.sum(), problem.group_resident_bytes.sum()
-    if total > memory.sum():
+    if total > together:
         return (
             f"the model needs at least {format_bytes(total)} ({format_bytes(resident)} of "
             f"variables and {format_bytes(total - resident)} of tensors alive while "
             f"{problem.graph.op_names[moment]!r} runs), the devices have "
-            f"{format_bytes(memory.sum())} together"
+            f"{format_bytes(together)} together"
         )
     room = np.where(problem.allowed, memory, 0.0).max(axis=1)
     too_large = np.flatnonzero((least > room) & problem.allowed.any(axis=1))

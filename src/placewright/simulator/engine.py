@@ -28,6 +28,7 @@ from placewright.simulator.kernel import (
     OP,
     UINT,
     USE,
+    Chips,
     Issuing,
     Log,
     Results,
@@ -74,6 +75,7 @@ class Simulator:
         self.flow = Flow.of(problem.graph)
         self._tables = _tables(problem, self.flow)
         self._issuing = _issuing(problem)
+        self._chips = _chips(problem)
         self._scratches: list[Scratch] = []
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -148,7 +150,7 @@ class Simulator:
         next_row = np.zeros(1, dtype=np.int64)
         simulate(
             self._tables, scratch, placements, next_row, results, log, self._working(),
-            self._issuing,
+            self._issuing, self._chips,
         )  # fmt: skip
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
@@ -190,16 +192,17 @@ class Simulator:
     ) -> None:
         scratch = self._borrowed()
         simulate(
-            tables, scratch, placements, next_row, results, None, self._working(), self._issuing
-        )
+            tables, scratch, placements, next_row, results, None, self._working(), self._issuing,
+            self._chips,
+        )  # fmt: skip
         # Kept for the next call: the system would have to clear fresh memory page by page, which
         # takes up to a third of the time of a small batch.
         self._scratches.append(scratch)
 
     def _working(self) -> IntArray | None:
-        # With a contention of 0 it changes nothing. It is there all the same where ops are issued:
-        # so the kernel is compiled for that once, and not twice.
-        needed = self._tables.contention or self._issuing is not None
+        # With a contention of 0 it changes nothing. It is there all the same where ops are issued,
+        # or devices share a chip: so the kernel is compiled for that once, and not twice.
+        needed = self._tables.contention or self._issuing is not None or self._chips is not None
         return np.zeros(self.problem.num_devices, dtype=np.int64) if needed else None
 
     def _borrowed(self) -> Scratch:
@@ -366,11 +369,11 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         per_byte=cluster.routes.seconds_per_byte.flatten(),
         overhead=cluster.routes.overhead_seconds.flatten(),
         overhead_per_byte=cluster.routes.overhead_seconds_per_byte.flatten(),
-        memory=np.array([device.memory_bytes for device in cluster.devices], dtype=np.int64),
+        memory=cluster.pool_bytes.copy(),
         num_queues=sum(slots) + len(cluster.routes.channel_names) + _num_issuers(problem),
         contention=cluster.contention,
     )
-    _check_seconds(tables, problem.issue_seconds.max(axis=0).sum())
+    _check_seconds(tables, problem.issue_seconds.max(axis=0).sum(), bool(cluster.shared_chips))
     return tables
 
 
@@ -408,6 +411,39 @@ def _issuing(problem: Problem) -> Issuing | None:
     )
 
 
+def _chips(problem: Problem) -> Chips | None:
+    """None where no two devices share a chip and no link relays, so that no time is lost on it."""
+    cluster, routes = problem.cluster, problem.cluster.routes
+    count = len(cluster.shared_chips)
+    if not count and not routes.relayed.any():
+        return None
+    slots = [device.kind.slots for device in cluster.devices]
+    chip_of_server = np.repeat(cluster.chip_of_device, slots)
+    members = [np.flatnonzero(chip_of_server == chip) for chip in range(count)]
+    offsets = routes.offsets
+    hops = max(1, int(np.diff(offsets).max()))
+    padded = np.zeros((3, len(offsets) - 1, hops))
+    for route in np.flatnonzero(routes.relayed.ravel()):
+        part = slice(offsets[route], offsets[route + 1])
+        for row, values in zip(
+            padded,
+            (routes.hop_latency_seconds, routes.hop_gap_seconds, routes.hop_seconds_per_byte),
+            strict=True,
+        ):
+            row[route, : offsets[route + 1] - offsets[route]] = values[part]
+    return Chips(
+        pool=cluster.pool_of_device.astype(UINT),
+        chip=np.where(chip_of_server < 0, count, chip_of_server).astype(UINT),
+        first=np.cumsum([0, *(len(servers) for servers in members)]).astype(UINT),
+        servers=np.concatenate([*members, np.zeros(0, dtype=np.int64)]).astype(UINT),
+        demand=np.asarray(problem.costs.demand.T.flatten(), dtype=np.float64),
+        hop_count=np.where(routes.relayed.ravel(), np.diff(offsets), 0).astype(UINT),
+        hop_latency=padded[0].ravel(),
+        hop_gap=padded[1].ravel(),
+        hop_per_byte=padded[2].ravel(),
+    )
+
+
 def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]:
     offsets, channels = problem.cluster.routes.offsets, problem.cluster.routes.channels
     hops = max(1, int(np.diff(offsets).max()))
@@ -419,7 +455,7 @@ def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]
     return (routes + first_queue).astype(UINT).ravel()
 
 
-def _check_seconds(tables: Tables, issuing: float) -> None:
+def _check_seconds(tables: Tables, issuing: float, shared: bool) -> None:
     """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
     devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
@@ -433,6 +469,6 @@ def _check_seconds(tables: Tables, issuing: float) -> None:
             * tables.use_bytes.sum()
             * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
         )
-        longest *= 1 + tables.contention * devices
+        longest *= (1 + tables.contention * devices) * (devices if shared else 1)
     if not np.isfinite(longest):
         raise CostsError("ops and transfers add up to more seconds than a number can hold")

@@ -126,6 +126,34 @@ class Issuing(NamedTuple):
     """[D] where ops of the device wait to be issued."""
 
 
+class Chips(NamedTuple):
+    """What devices share that are streams or partitions of one chip, and the links that relay. C
+    chips that several devices are parts of.
+
+    Time on a chip passes as its load allows: all ops that run there at a moment are slowed by the
+    same factor. So each chip has a clock of its own, by which its ops take as long as they do
+    alone, and in which they end in the order that they would end in anyway.
+    """
+
+    pool: Uints
+    """[D] the device in whose name memory is counted: the first of those that share it."""
+    chip: Uints
+    """[S] of each server, C for those of devices that have a chip of their own."""
+    first: Uints
+    """[C + 1] where the chip's part of `servers` begins and that of the chip before ends."""
+    servers: Uints
+    demand: Floats
+    """[N * kinds] what each op takes of its chip when it runs alone, as a share."""
+    hop_count: Uints
+    """[D * D] links of a route that relays, 0 for one that does not."""
+    hop_latency: Floats
+    """[D * D * hops] seconds"""
+    hop_gap: Floats
+    """[D * D * hops] seconds"""
+    hop_per_byte: Floats
+    """[D * D * hops] seconds"""
+
+
 class Scratch(NamedTuple):
     """Working memory for one placement at a time."""
 
@@ -163,6 +191,18 @@ class Scratch(NamedTuple):
     """[D] the first use of the thing that was last sent to each device."""
     ready: Uints
     """[N + 1] ops that the current event made ready."""
+    due: Floats
+    """[Q] when the first op in the queue of a server on a shared chip ends, by the chip's clock.
+    So do `free_at` and `late` of these servers, and the entries in their queues."""
+    clock: Floats
+    """[D] what the clock of each chip showed when it was last set, of which there are at most as
+    many as devices."""
+    since: Floats
+    """[D] when that was."""
+    slow: Floats
+    """[D] how much longer everything takes on the chip since then."""
+    stale: BoolArray
+    """[D] whether ops have begun or ended on the chip, so that its clock must be set anew."""
 
     @staticmethod
     def of(tables: Tables) -> Scratch:
@@ -187,6 +227,11 @@ class Scratch(NamedTuple):
             latest_use=np.zeros(devices, dtype=UINT),
             latest_first=np.zeros(devices, dtype=UINT),
             ready=np.zeros(ops + 1, dtype=UINT),
+            due=np.zeros(queues),
+            clock=np.zeros(devices),
+            since=np.zeros(devices),
+            slow=np.ones(devices),
+            stale=np.zeros(devices, dtype=np.bool_),
         )
 
 
@@ -339,6 +384,7 @@ def simulate(
     log: Log | None,
     working: Ints | None,
     issuing: Issuing | None,
+    chips: Chips | None,
 ) -> None:
     """Simulates rows of `placements` and fills in the same rows of `results`, until `next_row`, a
     single number that several threads may share, is beyond the last.
@@ -346,7 +392,8 @@ def simulate(
     `working` has room for how many servers of each device are busy, all 0; None where there is no
     contention. numba compiles this anew for what is None: without a log, and with one for
     timelines; without contention, where counting would take a twentieth of the time, and with it;
-    without `issuing`, where nothing is issued apart from computing.
+    without `issuing`, where nothing is issued apart from computing; without `chips`, where no two
+    devices share one and no link relays.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
@@ -379,6 +426,8 @@ def simulate(
     no_entry = UINT(entries.size - 1)
     free = scratch.free[0]
     contention = tables.contention
+    due, clock, since, slow = scratch.due, scratch.clock, scratch.since, scratch.slow
+    stale = scratch.stale
     # Only ops below this are issued; where no thread issues them in order, that is all.
     next_issue: Any = num_ops
     dispatched: Any = num_ops
@@ -396,7 +445,7 @@ def simulate(
         for op in range(num_ops):
             state[op].device = placements[row, group_of[op]]
             state[op].waits_for = tables.waits_for[op]
-        overflow = _reset_memory(tables, memory)
+        overflow = _reset_memory(tables, memory, chips)
         # Loops and not slices here and below: slices would double the time to compile.
         for i in range(num_devices):
             latest_first[i] = num_uses
@@ -404,6 +453,12 @@ def simulate(
             free_at[i] = 0.0
             head_end[i] = np.inf
             late[i] = 0.0
+        if chips is not None:
+            for i in range(num_devices):
+                clock[i] = 0.0
+                since[i] = 0.0
+                slow[i] = 1.0
+                stale[i] = False
         now = 0.0
         dispatched = num_ops
         # All that happens while several devices are busy takes longer by the same share, so what
@@ -459,7 +514,10 @@ def simulate(
                 for other in range(server + 1, first_server[device + 1]):
                     if free_at[other] < free_at[server]:
                         server = UINT(other)
-                start = max(now, free_at[server])
+                begin = now
+                if chips is not None and chips.chip[server] < chips.first.size - 1:
+                    begin = _by_clock(chips.chip[server], now, clock, since, slow)
+                start = max(begin, free_at[server])
                 end = start + seconds[op * num_kinds + kind_of[device]]
                 if log is not None:
                     if issuing is None or (not issuing.host and not issuing.apart[device]):
@@ -484,8 +542,13 @@ def simulate(
                         busy += working[device] == 1
                     head[server] = entry
                     head_end[server] = end
+                    if chips is not None and chips.chip[server] < chips.first.size - 1:
+                        due[server] = end
+                        stale[chips.chip[server]] = True
+                        if log is not None:
+                            log.op_start[op] = now
                     for j in range(ops[op].own, ops[op + 1].own):
-                        overflow |= _hold(memory, own[j], device, num_devices, now, log)
+                        overflow |= _hold(memory, own[j], device, num_devices, now, log, chips)
                 # For when it ends.
                 _prefetch(uses, ops[op].uses)
                 _prefetch(use_bytes, ops[op].uses)
@@ -493,7 +556,7 @@ def simulate(
 
             # Ops that the event made ready compete with the sending of what it made.
             if packing > 0.0:
-                _hold_up(packer, packing, first_server, free_at, head_end, late)
+                _hold_up(packer, packing, first_server, free_at, head_end, late, chips, due, stale)
                 packing = 0.0
 
             # All that an event frees on a device is freed before it allocates anything there, so
@@ -501,10 +564,21 @@ def simulate(
             if overflow:
                 device = _over_limit(memory)
                 results.overflow_device[row] = device
-                _find_largest(memory, device, overflow_buffers[row], overflow_bytes[row])
+                _find_largest(memory, device, overflow_buffers[row], overflow_bytes[row], chips)
                 for i in range(num_devices):
                     limit[i] = _NO_LIMIT
                 overflow = False
+
+            if chips is not None:
+                for chip in range(chips.first.size - 1):
+                    if stale[chip]:
+                        stale[chip] = False
+                        clock[chip] = _by_clock(chip, now, clock, since, slow)
+                        since[chip] = now
+                        slow[chip] = _shared(
+                            chip, now, clock[chip], chips, due, head, head_end, entries, state,
+                            kind_of, num_kinds,
+                        )  # fmt: skip
 
             # In pairs, as the processor can compare those side by side.
             queue = UINT(0)
@@ -518,10 +592,10 @@ def simulate(
                 queue = earlier if less else queue
             if least == _INFINITY_BITS:
                 break
-            since = now
+            before_it = now
             now = head_end[queue]
             if working is not None:
-                shared += (now - since) * max(busy - 1, 0)
+                shared += (now - before_it) * max(busy - 1, 0)
             num_ready = UINT(0)
             if issuing is not None and issuing.host and queue == issuing.queue[0]:
                 # The thread has issued an op, and goes on to the next.
@@ -551,6 +625,11 @@ def simulate(
             last = entry == tail[queue]
             head[queue] = following
             head_end[queue] = np.inf if last else entries[following].end + late[queue]
+            if chips is not None and queue < num_servers:
+                chip = chips.chip[queue]
+                if chip < chips.first.size - 1:
+                    due[queue] = head_end[queue]
+                    stale[chip] = True
 
             dispatched = num_ops
             if issuing is not None and not issuing.host and queue >= issuing.queue[0]:
@@ -618,7 +697,7 @@ def simulate(
                     buffer = uses[use].buffer
                     target = state[user].device
                     if target == device:
-                        holders[buffer * num_devices + device] += 1
+                        holders[buffer * num_devices + _pool(chips, device)] += 1
                         if issuing is not None and not issuing.host and issuing.apart[device]:
                             continue  # it could be issued as soon as this op was
                         waits_for = state[user].waits_for - 1
@@ -637,21 +716,34 @@ def simulate(
                     latest_use[target] = use
                     if latest_first[target] == first:  # it is already on its way there
                         uses[before].same_way = use
-                        holders[buffer * num_devices + target] += 1
+                        holders[buffer * num_devices + _pool(chips, target)] += 1
                         continue
                     latest_first[target] = first
                     route = device * num_devices + target
                     start = now
-                    for j in range(hops):
-                        start = max(start, free_at[routes[route * hops + j]])
-                    moving = use_bytes[use] * per_byte[route]
-                    end = start + latency[route] + moving
-                    freed = start + gap[route] + moving
-                    for j in range(hops):
-                        free_at[routes[route * hops + j]] = freed
+                    channel = routes[route * hops]
+                    if chips is not None and chips.hop_count[route] > 0:
+                        # One copy after another; it arrives in the order of the last link.
+                        start = max(now, free_at[channel])
+                        end = now
+                        for j in range(chips.hop_count[route]):
+                            hop = route * hops + UINT(j)
+                            channel = routes[hop]
+                            moving = use_bytes[use] * chips.hop_per_byte[hop]
+                            begin = max(end, free_at[channel])
+                            free_at[channel] = begin + chips.hop_gap[hop] + moving
+                            end = begin + chips.hop_latency[hop] + moving
+                        freed = free_at[channel]
+                    else:
+                        for j in range(hops):
+                            start = max(start, free_at[routes[route * hops + j]])
+                        moving = use_bytes[use] * per_byte[route]
+                        end = start + latency[route] + moving
+                        freed = start + gap[route] + moving
+                        for j in range(hops):
+                            free_at[routes[route * hops + j]] = freed
                     packer = device
                     packing += overhead[route] + use_bytes[use] * overhead_per_byte[route]
-                    channel = routes[route * hops]
                     idle = head_end[channel] == np.inf
                     # A channel hands over what it carries in the order it was given, whatever
                     # the latency of the rest of the way.
@@ -674,14 +766,14 @@ def simulate(
                     tail[channel] = entry
                     head[channel] = entry if idle else head[channel]
                     head_end[channel] = min(end, head_end[channel])
-                    holders[buffer * num_devices + device] += 1  # until it has arrived
-                    overflow |= _hold(memory, buffer, target, num_devices, now, log)
+                    holders[buffer * num_devices + _pool(chips, device)] += 1  # until it arrives
+                    overflow |= _hold(memory, buffer, target, num_devices, now, log, chips)
                 for j in range(ops[op].released, ops[op + 1].released):
-                    _release(memory, released[j], device, num_devices, now, log)
+                    _release(memory, released[j], device, num_devices, now, log, chips)
                 if not last:
                     op = entries[following].item
                     for j in range(ops[op].own, ops[op + 1].own):
-                        overflow |= _hold(memory, own[j], device, num_devices, now, log)
+                        overflow |= _hold(memory, own[j], device, num_devices, now, log, chips)
                 for i in range(1, num_ready):  # by insertion: there is mostly one, or none
                     op = ready[i]
                     j = i
@@ -719,21 +811,57 @@ def simulate(
                 route = device * num_devices + target
                 work = overhead[route] + use_bytes[item] * overhead_per_byte[route]
                 if work > 0.0:
-                    _hold_up(target, work, first_server, free_at, head_end, late)
-                _release(memory, buffer, device, num_devices, now, log)
+                    _hold_up(target, work, first_server, free_at, head_end, late, chips, due, stale)
+                _release(memory, buffer, device, num_devices, now, log, chips)
 
         results.step_seconds[row] = now
         if working is not None:
             results.step_seconds[row] += contention * shared
         for i in range(num_devices):
-            peak_bytes[row, i] = peak[i]
+            peak_bytes[row, i] = peak[_pool(chips, i)]
     scratch.free[0] = free
 
 
 @compiled
+def _pool(chips: Chips | None, device: Any) -> Any:
+    """The device in whose name a device's memory is counted."""
+    if chips is None:
+        return device
+    return chips.pool[device]
+
+
+@compiled
+def _by_clock(chip: Any, now: float, clock: Any, since: Any, slow: Any) -> Any:
+    """What the clock of a chip shows."""
+    return clock[chip] + (now - since[chip]) / slow[chip]
+
+
+@compiled
+def _shared(
+    chip: Any, now: float, clock: float, chips: Chips, due: Any, head: Any, head_end: Any,
+    entries: Any, state: Any, kind_of: Any, num_kinds: Any,
+) -> float:  # fmt: skip
+    """How much longer ops on a chip take while those run that are the first of their servers now,
+    which all together may want more than the chip has; sets when they end."""
+    load = 0.0
+    for i in range(chips.first[chip], chips.first[chip + 1]):
+        server = chips.servers[i]
+        if head_end[server] != np.inf:
+            op = entries[head[server]].item
+            load += chips.demand[op * num_kinds + kind_of[state[op].device]]
+    slow = max(1.0, load)
+    for i in range(chips.first[chip], chips.first[chip + 1]):
+        server = chips.servers[i]
+        if head_end[server] != np.inf:
+            head_end[server] = now + max(0.0, due[server] - clock) * slow
+    return slow
+
+
+@compiled
 def _hold_up(
-    device: Any, work: float, first_server: Any, free_at: Any, head_end: Any, late: Any
-) -> None:
+    device: Any, work: float, first_server: Any, free_at: Any, head_end: Any, late: Any,
+    chips: Chips | None, due: Any, stale: Any,
+) -> None:  # fmt: skip
     """Delays what runs on a device by the work of a transfer; a device that has a server to spare
     does it there, within the transfer's own time."""
     server = first_server[device]
@@ -745,35 +873,40 @@ def _hold_up(
     head_end[server] += work
     free_at[server] += work
     late[server] += work
+    if chips is not None and chips.chip[server] < chips.first.size - 1:
+        due[server] += work
+        stale[chips.chip[server]] = True
 
 
 @compiled
-def _reset_memory(tables: Tables, memory: _Memory) -> bool:
+def _reset_memory(tables: Tables, memory: _Memory, chips: Chips | None) -> bool:
     """Leaves only what stays for the whole step; says whether that is too much somewhere."""
     nothing = (memory.buffers.size - 1) * memory.used.size
-    for device in range(memory.used.size):
-        memory.used[device] = 0
-        memory.limit[device] = tables.memory[device]
-        memory.holders[nothing + device] = 0
+    for place in range(memory.used.size):
+        memory.used[place] = 0
+        memory.limit[place] = tables.memory[place]
+        memory.holders[nothing + place] = 0
     for i in range(tables.owners.size):
-        memory.used[memory.state[tables.owners[i]].device] += tables.resident_bytes[i]
-    for device in range(memory.used.size):
-        memory.peak[device] = memory.used[device]
+        device = _pool(chips, memory.state[tables.owners[i]].device)
+        memory.used[device] += tables.resident_bytes[i]
+    for place in range(memory.used.size):
+        memory.peak[place] = memory.used[place]
     return _over_limit(memory) >= 0
 
 
 @compiled
 def _hold(
-    memory: _Memory, buffer: Any, device: Any, num_devices: Any, now: float, log: Any
+    memory: _Memory, buffer: Any, user: Any, num_devices: Any, now: float, log: Any, chips: Any
 ) -> bool:
     """Adds a holder, and allocates for the first; says whether that is too much."""
+    device = _pool(chips, user)
     buffers, state, holders = memory.buffers, memory.state, memory.holders
     used, peak = memory.used, memory.peak
     before = holders[buffer * num_devices + device]
     holders[buffer * num_devices + device] = before + 1
     # Written so that there is nothing to branch on: the processor would often guess wrong.
     home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
-    size = home if state[buffers[buffer].op].device == device else copy
+    size = home if _pool(chips, state[buffers[buffer].op].device) == device else copy
     size = size if before == 0 else 0
     total = used[device] + size
     used[device] = total
@@ -785,14 +918,15 @@ def _hold(
 
 @compiled
 def _release(
-    memory: _Memory, buffer: Any, device: Any, num_devices: Any, now: float, log: Any
+    memory: _Memory, buffer: Any, user: Any, num_devices: Any, now: float, log: Any, chips: Any
 ) -> None:
     """Removes a holder, and frees after the last."""
+    device = _pool(chips, user)
     buffers, state, holders, used = memory.buffers, memory.state, memory.holders, memory.used
     left = holders[buffer * num_devices + device] - 1
     holders[buffer * num_devices + device] = left
     home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
-    size = home if state[buffers[buffer].op].device == device else copy
+    size = home if _pool(chips, state[buffers[buffer].op].device) == device else copy
     size = size if left == 0 else 0
     used[device] -= size
     if log is not None:
@@ -820,7 +954,9 @@ def _over_limit(memory: _Memory) -> int:
 
 
 @compiled
-def _find_largest(memory: _Memory, device: int, largest: Ints, sizes: Ints) -> None:
+def _find_largest(
+    memory: _Memory, device: int, largest: Ints, sizes: Ints, chips: Chips | None
+) -> None:
     """Fills in the largest live buffers on a device; the lower number goes first among equals."""
     buffers, state = memory.buffers, memory.state
     num_devices = memory.used.size
@@ -828,7 +964,7 @@ def _find_largest(memory: _Memory, device: int, largest: Ints, sizes: Ints) -> N
         if memory.holders[buffer * num_devices + device] == 0:
             continue
         home, copy = buffers[buffer].home_bytes, buffers[buffer].copy_bytes
-        size = home if state[buffers[buffer].op].device == device else copy
+        size = home if _pool(chips, state[buffers[buffer].op].device) == device else copy
         place = LARGEST
         while place > 0 and size > sizes[place - 1]:
             place -= 1

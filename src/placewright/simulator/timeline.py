@@ -80,7 +80,8 @@ class Transfers:
     start: FloatArray
     """[M] when all channels were free."""
     free: FloatArray
-    """[M] when they were free for the next, which can be before this one arrived."""
+    """[M] when they were free for the next, which can be before this one arrived; where links relay
+    it, when the last was."""
     end: FloatArray
     """[M] when it arrived."""
 
@@ -237,14 +238,30 @@ class Timeline:
                 "waited_us": float(sent.start[i] - sent.request[i]) * 1e6,
                 "arrives_us": float(sent.end[i]) * 1e6,
             }
-            for channel in route_channels(self.problem, source, target):
+            for channel, start, end in self._occupied(i):
                 events.append(
                     _slice(
                         graph.op_names[sent.producer[i]], process=len(names), thread=channel,
-                        start=float(sent.start[i]), end=float(sent.free[i]), args=args,
+                        start=start, end=end, args=args,
                     )
                 )  # fmt: skip
         return events
+
+    def _occupied(self, i: int) -> list[tuple[int, float, float]]:
+        """Channels that a transfer occupies, from when until when. Of one that is relayed only the
+        first and the last are known."""
+        sent, routes = self.transfers, self.problem.cluster.routes
+        source, target = int(sent.source[i]), int(sent.target[i])
+        channels = route_channels(self.problem, source, target)
+        start, free = float(sent.start[i]), float(sent.free[i])
+        if not routes.relayed[source, target]:
+            return [(channel, start, free) for channel in channels]
+        first = routes.offsets[source * self.problem.num_devices + target]
+        took = [
+            float(routes.hop_gap_seconds[hop] + sent.bytes[i] * routes.hop_seconds_per_byte[hop])
+            for hop in (first, first + len(channels) - 1)
+        ]
+        return [(channels[0], start, start + took[0]), (channels[-1], free - took[1], free)]
 
 
 def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
@@ -314,10 +331,11 @@ def build_timeline(
 def _memory(
     problem: Problem, flow: Flow, op_device: IndexArray, recording: Recording
 ) -> tuple[tuple[MemoryCurve, ...], tuple[tuple[LiveTensor, ...], ...]]:
+    pools = problem.cluster.pool_of_device
     resident = np.zeros(problem.num_devices, dtype=np.int64)
-    np.add.at(resident, op_device, problem.graph.resident_bytes)
+    np.add.at(resident, pools[op_device], problem.graph.resident_bytes)
     curves, live = [], []
-    for device in range(problem.num_devices):
+    for device in pools.tolist():
         mine = recording.change_device == device
         seconds = np.concatenate([[0.0], recording.change_seconds[mine]])
         changes = np.concatenate([[resident[device]], recording.change_bytes[mine]])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -462,20 +463,98 @@ def test_what_failed_runs_left_behind_is_not_counted(servers: Mapping[str, str])
         assert again.peak_bytes[1] < 1e6  # the copy of 4 MB is of the placements before
 
 
-def test_more_than_a_devices_memory(program: TensorFlowProgram) -> None:
-    def build() -> None:
-        big = tf.random.normal([8000, 1000], name="big")
-        tf.reduce_sum(big, name="sum")
+def several_at_once() -> TensorFlowProgram:
+    """Tensors of which some have room, and then keep TensorFlow's threads from freeing it."""
 
+    def build() -> None:
+        variable = tf.compat.v1.get_variable("v", [1000, 1000], use_resource=True)
+        sums = [tf.reduce_sum(tf.random.normal([2000, 1000])) for _ in range(4)]
+        tf.add_n([*sums, tf.reduce_sum(variable.read_value())], name="total")
+
+    return small(build, ["total:0"])
+
+
+# TensorFlow itself waits ten seconds for each of what has no room: this is less.
+AT_ONCE = RunConfig(limit_memory=True, steps=3, max_steps=3, time_limit_seconds=8.0)
+
+
+def test_more_than_a_devices_memory() -> None:
+    sizes = (16 << 20, 256 << 20)
+    devices = tuple(
+        dataclasses.replace(device, memory_bytes=size)
+        for device, size in zip(CPU2.devices, sizes, strict=True)
+    )
+    cluster = dataclasses.replace(CPU2, devices=devices)
+    with TensorFlowRunner(several_at_once(), cluster, AT_ONCE) as runner:
+        for _ in range(2):
+            full = runner.measure(runs_on(runner.program)).measurement
+            assert full.outcome is Outcome.OUT_OF_MEMORY
+            assert re.match(r"cpu:0 held [\d.]+ MB at once and has 16.8 MB$", full.reason)
+            # What was there does not count for the next.
+            roomy = runner.measure(runs_on(runner.program, 1)).measurement
+            assert roomy.ok, roomy
+        assert runner.restarts == 0  # TensorFlow survives it
+
+
+def test_more_memory_than_a_run_that_does_not_end_may_hold() -> None:
+    """It is not let go on until its time is over."""
     devices = tuple(dataclasses.replace(d, memory_bytes=16 << 20) for d in CPU2.devices)
     cluster = dataclasses.replace(CPU2, devices=devices)
-    config = RunConfig(limit_memory=True, steps=3, max_steps=3)
-    with TensorFlowRunner(small(build, ["sum:0"]), cluster, config) as runner:
-        run = runner.measure(runs_on(runner.program))
-        assert run.measurement.outcome is Outcome.OUT_OF_MEMORY
-        assert "OOM when allocating tensor with shape[8000,1000]" in run.measurement.reason
-        assert "cpu:0" in run.measurement.reason
-        assert runner.restarts == 0  # TensorFlow survives it
+    endless = dataclasses.replace(
+        AT_ONCE, steps=FOREVER, max_steps=FOREVER, time_limit_seconds=600.0
+    )
+    with TensorFlowRunner(several_at_once(), cluster, endless) as runner:
+        full = runner.measure(runs_on(runner.program, 1)).measurement
+        assert full.outcome is Outcome.OUT_OF_MEMORY
+        assert full.reason.startswith("cpu:1 held")
+        assert runner.restarts == 1
+
+
+def test_memory_that_tensorflow_waits_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: its allocator has an end, and ops wait there one after another."""
+    monkeypatch.setenv("TF_MKL_ALLOC_MAX_BYTES", str(16 << 20))
+    config = RunConfig(steps=3, max_steps=3)
+    with TensorFlowRunner(several_at_once(), CPU2, config) as runner:
+        full = runner.measure(runs_on(runner.program)).measurement
+        assert full.outcome is Outcome.OUT_OF_MEMORY, full
+        assert "device cpu:0 ran out of memory trying to allocate 7.63MiB" in full.reason
+
+
+def test_without_its_counting_allocator_memory_cannot_be_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    with TensorFlowRunner(towers(), CPU2, AT_ONCE) as runner:
+        with pytest.raises(WorkerError, match="TF_ENABLE_ONEDNN_OPTS"):
+            runner.measure(runs_on(runner.program))
+        assert runner.pids == ()
+
+
+@pytest.fixture
+def crowded() -> Iterator[Path]:
+    """A group of processes that the system gives half a GiB of memory."""
+    group = Path("/sys/fs/cgroup/memory") / f"placewright-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(1 << 29))
+    except OSError as fault:
+        pytest.skip(f"this system allows no memory group: {fault}")
+    yield group
+    assert wait_for(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_device_that_the_system_kills_for_memory(crowded: Path) -> None:
+    def build() -> None:
+        tf.reduce_sum(tf.random.normal([200_000, 1000]), name="sum")
+
+    with TensorFlowRunner(small(build, ["sum:0"]), CPU2, RunConfig(steps=3)) as runner:
+        runner.start()
+        (crowded / "cgroup.procs").write_text(str(runner.pids[1]))
+        full = runner.measure(runs_on(runner.program, 1)).measurement
+        assert full.outcome is Outcome.OUT_OF_MEMORY, full
+        assert "device cpu:1 was killed by signal 9 (SIGKILL): the system ran out" in full.reason
+        assert runner.restarts == 1
 
 
 def test_what_dies_hangs_or_takes_too_long_is_replaced(program: TensorFlowProgram) -> None:

@@ -5,6 +5,7 @@ Run by `TensorFlowRunner` as `python -m placewright.backends.tensorflow.client`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import statistics
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from placewright.backends.processes import read_all, serve
+from placewright.backends.tensorflow import memory
 from placewright.backends.tensorflow.lean import import_tensorflow
 from placewright.backends.timing import Timing
 
@@ -24,7 +26,7 @@ _LOST = ("UnavailableError", "AbortedError", "CancelledError")
 _CONTAINER = "placewright"
 """Resource container of the variables: servers that are not ours hold others, of other people."""
 
-_HISTORY = re.compile(r"Graph execution error|Detected at node|Node: |From /job|\d+ root error")
+_HISTORY = re.compile(r"Graph execution error|Detected at node|Node: |From /job|\d+ root error|=+$")
 """Lines of TensorFlow's error messages that do not say what is wrong."""
 
 
@@ -101,8 +103,8 @@ class Client:
         """Times a placement; what goes wrong on the way is the answer."""
         deadline = time.monotonic() + request["seconds"]
         try:
-            if not self._target or self._settings["limit_memory"] or request["train_steps"]:
-                self._reset()  # variables of other placements would count
+            if not self._target or request["train_steps"]:
+                self._reset()
             stepped = self._stepped
             answer = self._measure(request, deadline)
             if stepped and answer["outcome"] == "not a number":
@@ -117,10 +119,19 @@ class Client:
             # Variables may be half initialised.
             self._initialized.clear()
             return _failure(error)
+        finally:
+            if self._settings["limit_memory"]:
+                # Variables of this placement would count for the next. Where that fails, processes
+                # are gone, which is noticed before it.
+                with contextlib.suppress(self._tf.errors.OpError):
+                    self._reset()
 
     def _measure(self, request: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         began = time.monotonic()
         self.place(request["devices"])
+        limit = self._settings["memory_bytes"]
+        if limit is not None and memory.forget() is None:
+            return {"outcome": "failed", "reason": memory.NOT_COUNTED}
         with self._v1.Session(self._target, graph=self._graph, config=self.config()) as session:
             self._initialize(session, request["devices"], deadline)
             answer: dict[str, Any] = {"outcome": "ok"}
@@ -130,6 +141,9 @@ class Client:
             if request["check"]:
                 answer["misplaced"] = self._misplaced(metadata, request["devices"])
             answer["peak_bytes"] = self._peak_bytes(metadata, request["devices"])
+            if limit is not None and (peak := memory.peak_bytes() or 0) > limit:
+                reason = memory.too_much(self._devices[0], peak, limit)
+                return {"outcome": "out of memory", "reason": reason}
 
             def step() -> None:
                 if not request["train_steps"]:

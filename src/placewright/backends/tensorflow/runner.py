@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +16,21 @@ from placewright.backends.processes import Child, free_ports, share_cores
 from placewright.backends.tensorflow import (
     BACKEND,
     TensorFlowRunConfig,
+    memory,
     only_open,
     starts_servers,
 )
 from placewright.backends.tensorflow.program import TensorFlowProgram
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
+
+_EXHAUSTED = re.compile(r"ran out of memory trying to allocate [\w.]*")
+_NO_FAILURE = "not a failure"
+"""What TensorFlow's allocators write into the log when they have waited for memory in vain; and of
+attempts that may fail."""
+
+_MEMORY_SECONDS = 2.0
+"""How long a device's process may take to say how much memory it holds."""
 
 
 class TensorFlowRunner(ProcessRunner):
@@ -135,6 +145,7 @@ class TensorFlowRunner(ProcessRunner):
                 "settings": {
                     "threads_between_ops": self.config.threads_between_ops,
                     "limit_memory": self.config.limit_memory,
+                    "memory_bytes": self._limit(0) if self.in_one_process else None,
                     "optimize": self.config.optimize,
                     "soft_placement": self.config.soft_placement,
                 },
@@ -149,10 +160,40 @@ class TensorFlowRunner(ProcessRunner):
         environment = {"TF_CPP_MIN_LOG_LEVEL": "1"}
         if device is None:
             environment["CUDA_VISIBLE_DEVICES"] = "-1"  # it only talks to the devices
-        elif self.config.limit_memory and self.cluster.devices[device].type == "cpu":
-            limit = self.cluster.devices[device].memory_bytes
-            environment["TF_MKL_ALLOC_MAX_BYTES"] = str(limit)
         return environment
+
+    def _limit(self, device: int) -> int | None:
+        """The bytes that it may hold, where that is ours to count."""
+        described = self.cluster.devices[device]
+        counted = self.config.limit_memory and described.type == "cpu"
+        return described.memory_bytes if counted else None
+
+    def _prepare(self) -> None:
+        for child in self._children:
+            child.fresh_lines()
+        for number, worker in enumerate(self._workers):
+            if self._limit(number) is not None:
+                worker.send({"memory": "forget"}, 0.0)
+                # A process that does not answer is noticed during the run.
+                answer = worker.receive(_MEMORY_SECONDS)
+                if answer is not None and answer.get("peak_bytes", 0) is None:
+                    raise WorkerError(memory.NOT_COUNTED)
+
+    def _out_of_memory(self) -> str:
+        for name, child in self._named_children():
+            for line in child.fresh_lines():
+                said = _EXHAUSTED.search(line)
+                if said and _NO_FAILURE not in line:
+                    return f"{name} {said[0]}"
+        for number, worker in enumerate(self._workers):
+            limit = self._limit(number)
+            if limit is not None:
+                worker.send({"memory": "peak"}, 0.0)
+                answer = worker.receive(_MEMORY_SECONDS)
+                peak = (answer or {}).get("peak_bytes") or 0
+                if peak > limit:
+                    return memory.too_much(self.cluster.device_names[number], peak, limit)
+        return ""
 
     def _port_taken(self, words: str) -> bool:
         # gRPC's words, and TensorFlow's around them.

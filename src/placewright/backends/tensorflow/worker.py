@@ -10,14 +10,17 @@ from typing import Any
 
 from placewright.backends.processes import serve
 from placewright.backends.tensorflow.lean import import_tensorflow
+from placewright.backends.tensorflow.memory import forget, peak_bytes
 
 _servers: list[Any] = []
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:
-    """Starts the server; it then runs in threads of its own, until the process ends. Whatever is
-    asked later is only answered, as a sign of life."""
+    """Starts the server; it then runs in threads of its own, until the process ends. What is asked
+    later is how much memory it holds, or for a sign of life."""
     if _servers:
+        if "memory" in request:
+            return {"peak_bytes": forget() if request["memory"] == "forget" else peak_bytes()}
         return {"alive": True}
     # Before TensorFlow is imported: it sizes its thread pools by the cores it finds.
     if request["cores"]:
