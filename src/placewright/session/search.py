@@ -17,6 +17,7 @@ from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
 from placewright.placers.base import Placer
+from placewright.session.contenders import Contenders
 from placewright.session.metrics import MetricsLog
 from placewright.stopping import Stopped, Worker, never
 
@@ -89,6 +90,8 @@ class Progress:
     """What broke the measuring itself, where that ended the search."""
     proven: bool = False
     """Whether the best is proven to be optimal, which ended the search."""
+    contenders: Contenders = field(default_factory=Contenders)
+    """Trials near the best, of which the answer is chosen where times are simulated."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -117,6 +120,7 @@ class Progress:
         self.trials_of[trial.placer] += 1
         self.best = better(self.best, trial)
         self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
+        self.contenders.add(trial)
 
 
 class Record(Protocol):
