@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +78,9 @@ class Devices:
 
     def start(self) -> None:
         self.events.append("started")
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        return {}
 
     def time_links(self, sizes: Sequence[int]) -> dict[str, list[float]]:
         if self.silent:

@@ -74,6 +74,9 @@ class ToyRunner(contextlib.ExitStack):
             done[name] = self._threads[int(device)].submit(work, name)
         return {name: future.result() for name, future in done.items()}
 
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        return {}
+
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return {link.name: [1e-6 + size / 1e9 for size in sizes] for link in self.cluster.links}
 

@@ -161,8 +161,9 @@ class Link:
     """Bytes per second of that work, on top."""
     relays: bool = False
     """Whether all of a tensor has to arrive at the end of the link before it goes on over the next
-    one, as where a copy to the host's memory and one from there follow each other. Otherwise a way
-    over several links is one transfer, which occupies all of them at once."""
+    one, as where a copy to the host's memory and one from there follow each other. It is then sent
+    to that end once, whoever needs it there or beyond. Otherwise a way over several links is one
+    transfer for each target, which occupies all links at once."""
 
     def __post_init__(self) -> None:
         _not_negative(self.latency_seconds, f"latency of link {self.name!r}")
@@ -205,6 +206,8 @@ class Routes:
     relayed: BoolArray
     """[D, D] whether the links of the route carry a tensor one after another (`Link.relays`). The
     sums above are then those of a transfer that waits for nobody."""
+    relay: IndexArray
+    """[D, D] number of the memory at the end of the first link."""
     hop_latency_seconds: FloatArray
     """[channels] of the link that each entry of `channels` belongs to, for relayed routes."""
     hop_gap_seconds: FloatArray
@@ -232,6 +235,10 @@ class Cluster:
     cores of a CPU with what it issues. `host`: one thread for all devices, in the order of the
     program, as in eager PyTorch. `none`: nobody, as in a captured graph; only the kinds' gaps lie
     between kernels."""
+    in_order: bool = False
+    """Whether each device starts its ops in the order of the program, as a stream or a thread does
+    that is given its work in that order: one that waits for its inputs then holds up those behind
+    it. Otherwise it takes the ops in the order in which they become ready, as TensorFlow does."""
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -240,6 +247,11 @@ class Cluster:
         if self.issue not in ISSUES:
             raise ClusterError(
                 f"cluster {self.name!r}: 'issue' is {self.issue!r}, can be {', '.join(ISSUES)}"
+            )
+        if self.in_order and self.issue == "device":
+            raise ClusterError(
+                f"cluster {self.name!r}: 'in_order' needs 'issue: host' or 'issue: none'; "
+                "executors take ops as they become ready"
             )
         _unique([device.name for device in self.devices], "device", self.name)
         _unique([link.name for link in self.links], "link", self.name)
@@ -427,7 +439,8 @@ def chosen(
         through_host: partitions of a GPU exchange tensors through the host's memory, as separate
             GPUs would, and not within the GPU.
         sms: multiprocessors of each partition; equal shares unless given.
-        issue: who issues the ops, see `Cluster.issue`.
+        issue: who issues the ops, see `Cluster.issue`. Unless executors do, devices keep to the
+            order of the program.
         where: what errors call the list.
     """
     names = []
@@ -448,7 +461,8 @@ def chosen(
         document = chosen_document(chips.expanded(names), through_host, sms, builtin)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
-    return from_document({**document, "issue": issue}, where=where)
+    in_order = issue != "device"
+    return from_document({**document, "issue": issue, "in_order": in_order}, where=where)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -491,6 +505,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
         ],
         **({"contention": cluster.contention} if cluster.contention else {}),
         **({"issue": cluster.issue} if cluster.issue != "device" else {}),
+        **({"in_order": True} if cluster.in_order else {}),
     }
 
 
@@ -537,7 +552,10 @@ def from_document(document: object, *, where: str) -> Cluster:
 
 
 def _cluster(document: object, where: str) -> Cluster:
-    known = {"format", "name", "kinds", "devices", "switches", "links", "contention", "issue"}
+    known = {
+        "format", "name", "kinds", "devices", "switches", "links", "contention", "issue",
+        "in_order",
+    }  # fmt: skip
     fields = _fields(document, "the cluster", known)
     if fields.get("format", FORMAT) != FORMAT:
         raise ClusterError(f"format is {fields['format']!r}, this version reads {FORMAT!r}")
@@ -573,17 +591,14 @@ def _cluster(document: object, where: str) -> Cluster:
             if len(ends) != 2:
                 raise ClusterError(f"link {name!r}: a pair has two ends, not {len(ends)}")
             pairs.append((ends[0], ends[1]))
-        for key in ("duplex", "relays"):
-            if not isinstance(data.get(key, False), bool):
-                raise ClusterError(f"link {name!r}: {key!r} must be true or false")
         links.append(
             Link(
                 name=name,
                 latency_seconds=_quantity(data.get("latency"), _SECONDS, f"latency of {name!r}"),
                 bandwidth=_quantity(data.get("bandwidth"), _RATES, f"bandwidth of {name!r}"),
                 pairs=tuple(pairs),
-                duplex=data.get("duplex", True),
-                relays=data.get("relays", False),
+                duplex=_flag(data, "duplex", f"link {name!r}", True),
+                relays=_flag(data, "relays", f"link {name!r}"),
                 gap_seconds=(
                     _quantity(data["gap"], _SECONDS, f"gap of {name!r}") if "gap" in data else None
                 ),
@@ -607,6 +622,7 @@ def _cluster(document: object, where: str) -> Cluster:
         switches=tuple(switches),
         contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
         issue=_string(fields.get("issue", "device"), "'issue' of the cluster"),
+        in_order=_flag(fields, "in_order", "the cluster"),
     )
 
 
@@ -732,6 +748,13 @@ def _string(value: object, what: str) -> str:
     return value
 
 
+def _flag(fields: Mapping[str, Any], key: str, what: str, default: bool = False) -> bool:
+    value = fields.get(key, default)
+    if not isinstance(value, bool):
+        raise ClusterError(f"{what}: {key!r} must be true or false")
+    return value
+
+
 def _node(value: object, what: str) -> str:
     """A device or a switch; torch's names for GPUs are taken, too."""
     name = _string(value, what)
@@ -827,6 +850,8 @@ def _find_routes(cluster: Cluster) -> Routes:
     overhead = np.zeros((n, n))
     overhead_per_byte = np.zeros((n, n))
     relayed = np.zeros((n, n), dtype=np.bool_)
+    relay = np.zeros((n, n), dtype=np.int32)
+    memories = _memories(cluster)
     offsets = [0]
     channels: list[int] = []
     hops: list[tuple[float, float, float]] = []
@@ -838,8 +863,9 @@ def _find_routes(cluster: Cluster) -> Routes:
                     raise ClusterError(
                         f"cluster {cluster.name!r}: no link leads from {source!r} to {target!r}"
                     )
-                way = ways[target]
-                relayed[s, d] = len(way) > 1 and any(link.relays for link, _ in way[:-1])
+                nodes, way = [hop[2] for hop in ways[target]], [hop[:2] for hop in ways[target]]
+                relayed[s, d] = any(link.relays for link, _ in way)
+                relay[s, d] = memories[nodes[0]]
                 slowest = sum if relayed[s, d] else max
                 latency[s, d] = sum(link.latency_seconds for link, _ in way)
                 gap[s, d] = sum(_gap(link) for link, _ in way)
@@ -861,10 +887,21 @@ def _find_routes(cluster: Cluster) -> Routes:
         channels=frozen(np.array(channels, dtype=np.int32)),
         channel_names=tuple(channel_names),
         relayed=frozen(relayed),
+        relay=frozen(relay),
         hop_latency_seconds=frozen(np.array([hop[0] for hop in hops])),
         hop_gap_seconds=frozen(np.array([hop[1] for hop in hops])),
         hop_seconds_per_byte=frozen(np.array([hop[2] for hop in hops])),
     )
+
+
+def _memories(cluster: Cluster) -> dict[str, int]:
+    """Number of the memory of each device and switch; streams of a GPU have the same."""
+    numbers: dict[str, int] = {}
+    for device, pool in zip(cluster.devices, cluster.pool_of_device.tolist(), strict=True):
+        numbers[device.name] = pool
+    for switch in cluster.switches:
+        numbers.setdefault(switch, cluster.num_devices + len(numbers))
+    return numbers
 
 
 def _gap(link: Link) -> float:
@@ -873,10 +910,11 @@ def _gap(link: Link) -> float:
 
 def _quickest_ways(
     source: str, neighbours: Mapping[str, list[tuple[str, Link, int]]]
-) -> dict[str, list[tuple[Link, int]]]:
-    ways: dict[str, list[tuple[Link, int]]] = {}
+) -> dict[str, list[tuple[Link, int, str]]]:
+    """Node -> the links on the way there, each with its channel and the node at its end."""
+    ways: dict[str, list[tuple[Link, int, str]]] = {}
     # The counter keeps equal routes in the order the links were given in.
-    queue: list[tuple[float, int, str, list[tuple[Link, int]]]] = [(0.0, 0, source, [])]
+    queue: list[tuple[float, int, str, list[tuple[Link, int, str]]]] = [(0.0, 0, source, [])]
     counter = 1
     while queue:
         seconds, _, node, way = heapq.heappop(queue)
@@ -886,6 +924,7 @@ def _quickest_ways(
         for neighbour, link, channel in neighbours.get(node, []):
             if neighbour not in ways:
                 cost = link.latency_seconds + _ROUTING_BYTES / link.bandwidth
-                heapq.heappush(queue, (seconds + cost, counter, neighbour, [*way, (link, channel)]))
+                further = [*way, (link, channel, neighbour)]
+                heapq.heappush(queue, (seconds + cost, counter, neighbour, further))
                 counter += 1
     return ways

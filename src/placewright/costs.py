@@ -188,7 +188,11 @@ def _measured_table(document: Mapping[str, Any], graph: Graph, where: str) -> Co
     kinds = document.get("kinds")
     if not isinstance(kinds, dict):
         raise CostsError(f"{where}: 'kinds' must map device kinds to {{op name: seconds}}")
+    demands = document.get("demands", {})
+    if not isinstance(demands, dict):
+        raise CostsError(f"{where}: 'demands' must map device kinds to {{op name: share}}")
     seconds = np.zeros((len(kinds), graph.num_ops))
+    demand = np.zeros(seconds.shape)
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, (kind, times) in enumerate(kinds.items()):
         if not isinstance(times, dict):
@@ -200,7 +204,18 @@ def _measured_table(document: Mapping[str, Any], graph: Graph, where: str) -> Co
                 raise CostsError(f"{where}: op {name!r} on {kind!r} cannot take {value!r} seconds")
             seconds[k, graph.op_index[name]] = min(value, sys.float_info.max)
             source[k, graph.op_index[name]] = Source.TABLE
-    return Costs(kinds=tuple(kinds), op_seconds=frozen(seconds), source=frozen(source))
+        shares = demands.get(kind, {})
+        if not isinstance(shares, dict):
+            raise CostsError(f"{where}: demands of kind {kind!r} must map op names to shares")
+        for name, value in shares.items():
+            if name not in graph.op_index:
+                raise CostsError(f"{where}: {graph.name!r} has no op {name!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise CostsError(f"{where}: op {name!r} on {kind!r} cannot demand {value!r}")
+            demand[k, graph.op_index[name]] = value
+    return Costs(
+        kinds=tuple(kinds), op_seconds=frozen(seconds), source=frozen(source), demand=frozen(demand)
+    )
 
 
 def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ()) -> Costs:
@@ -217,12 +232,19 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
             graph.name, ", ".join(unused), cluster.name, ", ".join(sorted(names)),
         )  # fmt: skip
     seconds = np.empty((len(cluster.kinds), graph.num_ops))
-    overhead, gap = np.zeros(seconds.shape), np.zeros(seconds.shape)
+    overhead, gap, demand = (np.zeros(seconds.shape) for _ in range(3))
+    shared = {
+        device.kind.name
+        for device, chip in zip(cluster.devices, cluster.chip_of_device, strict=True)
+        if chip >= 0
+    }
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
         overhead[k] = _overhead(kind, cluster.issue, graph)
         gap[k] = kind.gap_seconds * _launches(graph)
+        if kind.name in shared:
+            demand[k] = _demand(kind, graph, seconds[k], gap[k])
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -236,11 +258,14 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
                 told = table.source[row] >= Source.GRAPH
                 seconds[k, told] = table.op_seconds[row, told]
                 source[k, told] = Source.TABLE
+                if kind.name in shared and table.demand[row].any():
+                    demand[k, told] = table.demand[row, told]
         missing = ~graph.runs_on(kind.type)
         # What was measured is the whole of the op.
         estimated = (source[k] == Source.ROOFLINE) & ~missing
         overhead[k, ~estimated] = gap[k, ~estimated] = 0.0
         seconds[k, missing] = np.inf
+        demand[k, missing] = 0.0
         source[k, missing] = Source.NO_KERNEL
     return Costs(
         kinds=tuple(kind.name for kind in cluster.kinds),
@@ -248,6 +273,7 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
         source=frozen(source),
         overhead_seconds=frozen(overhead),
         gap_seconds=frozen(gap),
+        demand=frozen(demand),
     )
 
 
@@ -303,6 +329,32 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
         )
         seconds[members] = np.maximum(compute, moved[members] / bandwidth)
     return seconds
+
+
+# --- demand --------------------------------------------------------------------------------------
+
+_THREADS = 2048
+"""That one multiprocessor of a GPU has room for."""
+_ELEMENTS = {Work.MATMUL: 64, Work.CONV: 64}
+"""Of the result, that a thread computes; one for all other ops."""
+
+
+def _demand(kind: DeviceKind, graph: Graph, seconds: FloatArray, gap: FloatArray) -> FloatArray:
+    """[N] what each op takes of what its chip's devices share: of a whole chip the multiprocessors
+    that its threads fill, or the memory's bandwidth, whichever is more; of a partition, whose
+    multiprocessors are its own, the bandwidth of the chip."""
+    whole = kind.chip_bandwidth or kind.memory_bandwidth
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = np.nan_to_num(graph.moved_bytes * graph.run_count / seconds) / whole
+        working = np.nan_to_num(seconds / (seconds + gap))
+    if not kind.chip_bandwidth and kind.sms:
+        made = np.zeros(graph.num_ops)
+        np.add.at(made, graph.tensor_producer, graph.tensor_bytes / 4.0)
+        each = np.ones(graph.num_ops)
+        for work, elements in _ELEMENTS.items():
+            each[graph.work == work] = elements
+        drawn = np.maximum(drawn, made / each / (_THREADS * kind.sms))
+    return np.asarray(np.clip(drawn * working, 0.0, 1.0), dtype=np.float64)
 
 
 def calibrated_cluster(path: str | Path, cluster: Cluster) -> Cluster:

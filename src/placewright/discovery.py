@@ -37,6 +37,12 @@ _EVENT_SECONDS = 1.5e-6
 """What a stream waits for an event of another one, in a captured graph."""
 _COPY_SECONDS = 10e-6
 """Latency of a copy between a GPU and pinned memory."""
+_HOST = "host memory"
+"""The switch where tensors lie in pinned memory, between a GPU and a CPU or another GPU."""
+_NOTICED_SECONDS = 30e-6
+"""Until a thread of the CPU goes on that waits for a tensor in pinned memory."""
+_COPIED_BY_CPU = 20e9
+"""Bytes per second that the CPU copies to pinned memory."""
 _INSTANTLY = 1e18
 """Bytes per second of what is not moved at all."""
 _COPIED_WITHIN = 0.4
@@ -92,9 +98,10 @@ def chosen_document(
     """Some devices of this machine, streams and partitions of its GPUs among them.
 
     Each CPU has an equal part of the cores, and runs an op at a time on all of them. All transfers
-    of a GPU share its port to the host. Its streams wait for events and move nothing; its
-    partitions copy within its memory or, with `through_host`, through that of the host. `builtin`
-    describes the kinds that need no description.
+    of a GPU share its port to the host, in whose pinned memory they lie on the way. Its streams
+    wait for events and move nothing; its partitions copy within its memory or, with
+    `through_host`, through that of the host. `builtin` describes the kinds that need no
+    description.
     """
     if not names or len(set(names)) < len(names):
         raise ClusterError(f"devices must be different, at least one, not {list(names)}")
@@ -132,7 +139,7 @@ def chosen_document(
         devices[name] = entry
     document["devices"] = [devices[name] for name in names]
     document["links"] = _chosen_links(document, names, cpus, divided, through_host)
-    document["switches"] = [] if "cpu:0" in names else ["cpu:0"]
+    document["switches"] = [_HOST] if len(cpus) < len(names) else []
     document["name"] = " ".join(names)
     return document
 
@@ -183,8 +190,8 @@ def _chosen_links(
             of_chip.setdefault(chips.parse(name).chip, []).append(name)
     for link in document["links"]:
         (a, b), *_ = link["pairs"]
-        ends = [of_chip.get(end, [] if end != "cpu:0" else cpus or ["cpu:0"]) for end in (a, b)]
-        if a == "cpu:0" or b == "cpu:0":  # what reaches the host reaches all of its cores
+        ends = [of_chip.get(end, [] if end != "cpu:0" else [_HOST]) for end in (a, b)]
+        if "cpu:0" in (a, b):
             link = {**link, "relays": True}
         if all(ends):
             links.append({**link, "pairs": [list(pair) for pair in itertools.product(*ends)]})
@@ -204,6 +211,11 @@ def _chosen_links(
                 {"name": f"{chip} memory", "latency": _EVENT_SECONDS, "gap": 0.0,
                  "bandwidth": _COPIED_WITHIN * kind["chip_bandwidth"], "pairs": pairs}
             )  # fmt: skip
+    if cpus and of_chip:
+        links.append(
+            {"name": "host", "latency": _NOTICED_SECONDS, "gap": 0.0,
+             "bandwidth": _COPIED_BY_CPU, "pairs": [[_HOST, cpu] for cpu in cpus]}
+        )  # fmt: skip
     if len(cpus) > 1:
         pairs = [list(pair) for pair in itertools.combinations(cpus, 2)]
         links.append({"name": "memory", "latency": 10e-6, "bandwidth": 5e9, "pairs": pairs})

@@ -24,7 +24,7 @@ from placewright.placers.base import OneShot, Placer
 from placewright.placers.exact import Exact, ExactConfig
 from placewright.placers.expert import expert
 from placewright.placers.heft import heft
-from placewright.placers.local_search import LocalSearch
+from placewright.placers.local_search import MEASURED, LocalSearch
 from placewright.placers.m_etf import m_etf
 from placewright.placers.m_sct import m_sct
 from placewright.placers.m_topo import m_topo
@@ -76,6 +76,8 @@ class Settings:
     """Whether trying a placement costs milliseconds: methods then try more and think less."""
     noise: float = 0.0
     """How much times of the same placement differ (`Evaluator.noise`)."""
+    beside_runs: bool = False
+    """Whether the search makes real runs on this machine: what computes keeps off the GPUs."""
     unasked: bool = False
     """Whether it is `auto` alone that brought this method, which may then leave its part of the
     time to others where that is too short for it."""
@@ -110,6 +112,11 @@ def _exact(settings: Settings) -> Placer:
     seconds = 600.0 if settings.seconds is None else settings.seconds / 3
     config = ExactConfig(max_placements=most, max_seconds=seconds)
     return Repairing(Exact(settings.problem, config, seed=settings.seed))
+
+
+def _local_search(settings: Settings) -> Placer:
+    config = None if settings.cheap else replace(MEASURED, noise=settings.noise)
+    return LocalSearch(settings.problem, config, seed=settings.seed)
 
 
 LEARNING = ("torch", "safetensors")
@@ -177,6 +184,7 @@ def _learned(settings: Settings) -> Placer:
         teachers=() if previous else teachers(settings.problem, seed=settings.seed),
         polisher=polisher,
         previous=previous,
+        on_gpu=not settings.beside_runs,
     )
     if polisher is not None:
         learner.share = _SHARE_BESIDE_LOCAL_SEARCH
@@ -277,7 +285,7 @@ METHODS: dict[str, Method] = {
     ),
     "local-search": Method(
         "simulated annealing from the best found so far and from scratch, until the budget is used",
-        lambda settings: LocalSearch(settings.problem, seed=settings.seed),
+        _local_search,
     ),
     "reinforce": Method(
         "the paper's: sequence-to-sequence policy, REINFORCE (Mirhoseini 2017)",
@@ -363,6 +371,7 @@ def make(
     cheap: bool = True,
     noise: float = 0.0,
     previous: Mapping[str, Placer] | None = None,
+    beside_runs: bool = False,
 ) -> list[Placer]:
     """The placers of these methods, in order; those that are only named are all asked for.
 
@@ -374,7 +383,7 @@ def make(
     check_seed(seed)
     settings = Settings(
         name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
-        cheap=cheap, noise=noise,
+        cheap=cheap, noise=noise, beside_runs=beside_runs,
     )  # fmt: skip
     chosen = methods if isinstance(methods, Chosen) else Chosen(tuple(methods))
     placers: tuple[Placer, ...] = ()

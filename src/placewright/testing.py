@@ -188,8 +188,8 @@ def random_problem(
     on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
     with `gaps`, links are free again before what they carried has arrived; with `contention`,
     devices slow each other down; with `issue`, ops have to be issued, by whom it says (see
-    `Cluster.issue`); with `chips`, devices are streams or partitions of the same chip, and links
-    relay.
+    `Cluster.issue`); with `chips`, devices are streams or partitions of the same chip, links relay,
+    and where the host or nobody issues, devices may keep to the program's order.
     """
     rng = np.random.default_rng(seed)
     more = np.random.default_rng([seed, 1])  # so that the rest is the same with and without
@@ -248,7 +248,8 @@ def random_problem(
         demand = more.integers(0, 9, size=costs.op_seconds.shape) / 8
         costs = replace(costs, demand=frozen(demand))
     if issue is not None:
-        cluster = replace(cluster, issue=issue)
+        in_order = chips and issue != "device" and bool(more.random() < 0.5)
+        cluster = replace(cluster, issue=issue, in_order=in_order)
         overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
         gap_seconds = more.integers(0, 3, size=costs.op_seconds.shape) / 1024
         costs = replace(

@@ -10,17 +10,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
+from torch.utils import _pytree as pytree
 
-import placewright
 from placewright import chips
+from placewright.backends import check_here
+from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
 from placewright.backends.pytorch.exporting import Inputs, Loss, Task
+from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
+from placewright.backends.pytorch.offload.plan import OffloadPlan
+from placewright.backends.pytorch.offload.planned import PlannedOffload
+from placewright.backends.pytorch.offload.planned import plan_offload as _plan_offload
+from placewright.backends.pytorch.offload.shapes import Call, Workload, generation
 from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import Cluster, chosen
@@ -28,10 +35,17 @@ from placewright.costs import estimate_costs
 from placewright.errors import ClusterError, PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, make_problem
+from placewright.session.config import SIMULATE, How, Machine, SearchConfig
+from placewright.session.driver import Session
 from placewright.session.result import Result
+from placewright.session.search import Progress
 from placewright.simulator import lower_bounds
+from placewright.units import parse_duration
 
-__all__ = ["Inputs", "Plan", "Planned", "TorchModel", "load", "place", "plan"]
+__all__ = [
+    "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload", "TorchModel", "Workload",
+    "generation", "load", "load_checkpoint", "offload", "place", "plan", "plan_offload",
+]  # fmt: skip
 
 _WORTH = 1.02
 """Several devices that are not faster than one by this factor are not worth their transfers."""
@@ -54,7 +68,7 @@ class Planned:
     result: Result
     """Of the search."""
     step_seconds: float
-    """Of the plan, simulated."""
+    """Of the plan: simulated, or measured where that was asked for."""
     verdict: str
     """What was gained, in a sentence."""
 
@@ -90,6 +104,9 @@ def plan(
     budget: float | str | None = None,
     method: str = "auto",
     seed: int = 0,
+    evaluate: How = SIMULATE,
+    run: RunConfig | None = None,
+    observe: Callable[[Progress], None] = lambda progress: None,
     **task: Unpack[TaskSettings],
 ) -> Planned:
     """Searches for the fastest placement of a module; moves nothing.
@@ -106,6 +123,10 @@ def plan(
         budget: seconds to search, or a text such as `5m`.
         method: as in `placewright.place`.
         seed: as in `placewright.place`.
+        evaluate: `simulate`; or `measure` and `simulate+measure`, which run placements on these
+            devices and compare the best of them in turns.
+        run: settings of real runs, such as `TorchRunConfig(capture=False)`.
+        observe: called with the progress after every batch of trials.
         task: `train`, `loss_fn`, `targets` and `optimizer`, as in `Task`: a whole training step
             where `train` is true.
     """
@@ -117,11 +138,16 @@ def plan(
     cluster = with_memory(cluster_of(devices), max_memory or {})
     program = read_program(source)
     problem = problem_of(program, cluster, level)
+    config = SearchConfig(
+        method=method, budget=budget or 10.0, seed=seed, evaluate=evaluate,
+        op_level=None if level == "op" else False,
+    )  # fmt: skip
+    machine = None
+    if evaluate != SIMULATE:
+        check_here(source, cluster, run)
+        machine = Machine(program, run, feeds_of(source, program))
     try:
-        result = placewright.place(
-            problem, method=method, budget=budget or 10.0, seed=seed,
-            op_level=None if level == "op" else False,
-        )  # fmt: skip
+        result = Session(problem, config, machine=machine, observe=observe).run()
     except SearchError as error:
         if lower_bounds(problem).forced_out_of_memory is None:
             raise
@@ -147,6 +173,93 @@ def place(model: torch.nn.Module, inputs: object = (), **settings: Any) -> torch
     level = settings.get("level", "op")
     planned = plan(model, inputs, **settings)
     return planned.apply(model, level="module" if level == "module" else None)
+
+
+def plan_offload(
+    model: torch.nn.Module,
+    workload: object,
+    *,
+    memory: Mapping[str, int | str],
+    devices: Cluster | str = "local",
+    keep: Sequence[str] = (),
+    budget: float | str = 10.0,
+    seed: int = 0,
+) -> PlannedOffload:
+    """Searches for the fastest way to run a module that does not fit; moves nothing.
+
+    Weights live on the device or in page-locked memory of the host. What lives on the host travels
+    each time, ahead of use, or is computed with by the host's cores.
+
+    Args:
+        model: the module; it may be on `meta`.
+        workload: what it is called with and how often: a `Workload`, such as
+            `generation(prompt=512, new=256)`; a mapping of names to `(inputs, weight)`; or the
+            inputs of the only call.
+        memory: bytes, or a text such as `8GiB`, that the device may give, by its name; and that the
+            host may give, as `cpu`.
+        devices: this machine, or a cluster (a file, a preset) that has the device.
+        keep: units whose weights stay on the device, by their paths in the module.
+        budget: seconds to search, or a text such as `30s`.
+        seed: the same gives the same plan.
+    """
+    names = [chips.canonical(name) for name in memory]
+    others = [n for n in names if n != "cpu:0"]
+    if len(others) != 1:
+        raise PlacementError(
+            f"`memory` says what one device may give besides the host (`cpu`), not "
+            f"{', '.join(memory) or 'nothing'}; weights in several GPUs are placed by "
+            "placewright.torch.plan"
+        )
+    if devices == "local":
+        cluster = cluster_of(["cpu:0", *others])
+    else:
+        cluster = devices if isinstance(devices, Cluster) else Cluster.load(devices)
+    seconds = parse_duration(budget) if isinstance(budget, str) else float(budget)
+    return _plan_offload(
+        model, workload, with_memory(cluster, memory), others[0],
+        keep=keep, seconds=seconds, seed=seed,
+    )  # fmt: skip
+
+
+def offload(
+    model: torch.nn.Module,
+    workload: object,
+    *,
+    memory: Mapping[str, int | str],
+    evaluate: str = "simulate",
+    checkpoint: str | Path | None = None,
+    **settings: Any,
+) -> Any:
+    """`plan_offload`, and the module placed accordingly: its own code and parameters, so that
+    `generate`, `state_dict` and optimizers work. `placed.restore()` ends it.
+
+    Args:
+        model: see `plan_offload`.
+        workload: see `plan_offload`.
+        memory: see `plan_offload`.
+        evaluate: `measure` takes the times of units in some passes and plans again with them.
+        checkpoint: safetensors files with the weights, for a module on `meta`; they are read
+            straight to where they live.
+        settings: what else `plan_offload` takes.
+    """
+    planned = plan_offload(model, workload, memory=memory, **settings)
+    return planned.apply(model, evaluate=evaluate, checkpoint=checkpoint)
+
+
+def feeds_of(source: TorchModel, program: TorchProgram) -> dict[str, Any] | None:
+    """The example inputs as what real runs are fed with; None where they have no values."""
+    args, kwargs = source.inputs
+    leaves = pytree.tree_leaves((list(args), list(kwargs.values()), list(source.task.targets)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_meta for tensor in tensors):
+        return None
+    return {
+        entry.name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+        .detach()
+        .cpu()
+        .numpy()
+        for entry, tensor in zip(program.inputs, tensors, strict=True)
+    }
 
 
 def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:

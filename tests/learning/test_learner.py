@@ -410,7 +410,7 @@ def test_what_others_tried_since_the_checkpoint_is_not_lost_to_the_smoother(
     forgetful = _learner(problem, config)
     forgetful.read_checkpoint(tmp_path)
     assert forgetful._smoother is not None
-    del forgetful._smoother._logs[trials[5].placement]
+    del forgetful._smoother._runs[trials[5].placement]
     assert 5 < forgetful._smoother.know_until(trials) <= before
     # Measured once more, as in a final: that says nothing of when the checkpoint was.
     early = _learner(problem, config)

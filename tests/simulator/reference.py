@@ -64,6 +64,16 @@ class Reference:
                 for consumer in item.consumers:
                     self.inputs[consumer].append(item)
         self.missing = [len(inputs) for inputs in self.inputs]
+        self.follower: dict[int, int] = {}
+        """Op -> the next one on its device, where devices keep to the program's order."""
+        if cluster.in_order:
+            for op, device in enumerate(self.device):
+                later = [n for n in range(op + 1, graph.num_ops) if self.device[n] == device]
+                if later:
+                    self.follower[op] = later[0]
+                    self.missing[later[0]] += 1
+        self.stored: dict[tuple[int, int, int], float] = {}
+        """(op, tensor, memory) -> when a tensor that is relayed is there."""
         self.out = Outcome()
 
         self.servers: list[tuple[int, int]] = [
@@ -287,12 +297,21 @@ class Reference:
         first, end = routes.offsets[source * count + target : source * count + target + 2]
         channels = [int(c) for c in routes.channels[first:end]]
         if routes.relayed[source, target]:
-            start, arrival = max(now, self.channel_free[channels[0]]), now
+            key = item.producer, item.tensor, int(routes.relay[source, target])
+            known = key in self.stored
+            arrival = self.stored.get(key, now)
+            start = now
+            if not known or len(channels) > 1:
+                start = max(arrival, self.channel_free[channels[1 if known else 0]])
             for hop, channel in zip(range(first, end), channels, strict=True):
+                if hop == first and known:
+                    continue
                 moving = item.bytes * float(routes.hop_seconds_per_byte[hop])
                 begin = max(arrival, self.channel_free[channel])
                 self.channel_free[channel] = begin + float(routes.hop_gap_seconds[hop]) + moving
                 arrival = begin + float(routes.hop_latency_seconds[hop]) + moving
+                if hop == first:
+                    self.stored[key] = arrival
             last = channels[-1]
         else:
             start = max([now, *(self.channel_free[c] for c in channels)])
@@ -368,11 +387,17 @@ class Reference:
             self.issue_next(0.0)
         now, packer = 0.0, 0
         while True:
-            for op in sorted(ready, key=lambda op: self.priority[op]):
+            ready = sorted(ready, key=lambda op: self.priority[op])
+            for op in ready:
                 if self.host:
                     self.give(op, now)
                 else:
                     self.issue(op, now)
+                follower = self.follower.get(op)
+                if follower is not None:
+                    self.missing[follower] -= 1
+                    if not self.missing[follower] and follower < self.issued:
+                        ready.append(follower)  # and comes up in this loop
             self.hold_up(packer, self.packing)
             self.packing = 0.0
             self.check_limits()

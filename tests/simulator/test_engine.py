@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placewright.cluster import Cluster
+from placewright.cluster import Cluster, Link
 from placewright.costs import estimate_costs
 from placewright.errors import CostsError, PlacementError
-from placewright.graph import Edge, Graph, IndexArray, Op, Tensor
+from placewright.graph import Edge, Graph, IndexArray, Op, Tensor, frozen
 from placewright.grouping import each_op
 from placewright.placement import Placement
 from placewright.problem import Problem
@@ -350,6 +350,89 @@ def test_many_ops() -> None:
     result = Simulator(problem).run(rows)
     assert result.step_seconds.tolist() == [n, n + 1]
     assert result.peak_bytes.tolist() == [[2, 0], [2, 2]]
+
+
+# --- chips, relays and order ---------------------------------------------------------------------
+
+
+def streams(count: int = 2, *, in_order: bool = False) -> Cluster:
+    plain = uniform_cluster(count)
+    names = {d.name: f"gpu:0/stream:{n}" for n, d in enumerate(plain.devices)}
+    return dataclasses.replace(
+        plain,
+        issue="none",
+        in_order=in_order,
+        devices=tuple(dataclasses.replace(d, name=names[d.name]) for d in plain.devices),
+        links=tuple(
+            dataclasses.replace(
+                link, bandwidth=1e18, pairs=tuple((names[a], names[b]) for a, b in link.pairs)
+            )
+            for link in plain.links
+        ),
+    )
+
+
+def with_demand(problem: Problem, demand: list[float]) -> Problem:
+    costs = dataclasses.replace(problem.costs, demand=frozen(np.array([demand])))
+    return dataclasses.replace(problem, costs=costs)
+
+
+def test_ops_that_want_more_than_the_chip_has_slow_each_other_down() -> None:
+    ops = [Op(name=n, type="Op", seconds={"dev": s}) for n, s in (("a", 4.0), ("b", 2.0))]
+    problem = with_demand(make_problem(ops, [], streams()), [1.0, 0.5])
+    timeline = Simulator(problem).timeline(Placement.of(problem, [0, 1]))
+    # Both at 2/3 of their speed until b ends after 3; a, which has done 2 of 4 by then, goes on.
+    assert timeline.op_end.tolist() == pytest.approx([5.0, 3.0])
+    assert Simulator(problem).run([[0, 0]]).step_seconds[0] == 6.0
+    alone = with_demand(problem, [0.5, 0.5])
+    assert Simulator(alone).run([[0, 1]]).step_seconds[0] == 4.0
+
+
+def test_a_tensor_on_two_streams_is_there_once() -> None:
+    ops = [
+        Op(name="a", type="Op", outputs=(Tensor(100),), seconds={"dev": 1.0}),
+        Op(name="b", type="Op", outputs=(Tensor(7),), seconds={"dev": 1.0}),
+        Op(name="c", type="Op", seconds={"dev": 1.0}, param_bytes=20),
+    ]
+    problem = make_problem(ops, [("a", "b")], streams())
+    assert Simulator(problem).run([[0, 1, 1]]).peak_bytes.tolist() == [[127, 127]]
+    assert Simulator(problem).run([[0, 0, 0]]).peak_bytes.tolist() == [[127, 127]]
+    tight = dataclasses.replace(
+        problem.cluster,
+        devices=tuple(dataclasses.replace(d, memory_bytes=126) for d in problem.cluster.devices),
+    )
+    full = Simulator(dataclasses.replace(problem, cluster=tight)).run([[0, 1, 1]])
+    assert not full.ok[0]
+    assert full.overflow_device[0] == 0
+
+
+def test_what_is_relayed_goes_to_the_host_once_and_then_on() -> None:
+    plain = uniform_cluster(4, latency_seconds=1.0)
+    link = Link(
+        name="port", latency_seconds=1.0, bandwidth=1.0, relays=True,
+        pairs=(("dev:0", "dev:3"), ("dev:1", "dev:3"), ("dev:2", "dev:3")),
+    )  # fmt: skip
+    cluster = dataclasses.replace(plain, links=(link,))
+    ops = [Op(name="a", type="Op", outputs=(Tensor(4),), seconds={"dev": 1.0})]
+    ops += [Op(name=n, type="Op", seconds={"dev": 1.0}) for n in "bcd"]
+    problem = make_problem(ops, [("a", n) for n in "bcd"], cluster)
+    timeline = Simulator(problem).timeline(Placement.of(problem, [0, 1, 2, 3]))
+    # There at 6 on the host, from which the copies to the others follow each other.
+    assert timeline.transfers.end.tolist() == [11.0, 16.0, 6.0]
+    assert timeline.op_start[1:].tolist() == [11.0, 16.0, 6.0]
+
+
+def test_devices_may_keep_to_the_order_of_the_program() -> None:
+    ops = [Op(name=n, type="Op", seconds={"dev": s}) for n, s in zip("abc", (3.0, 1.0, 2.0),
+           strict=True)]  # fmt: skip
+    edges = [Edge("a", "b", None)]
+    freely = make_problem(ops, edges, streams())
+    in_order = make_problem(ops, edges, streams(in_order=True))
+    # c need not wait for anything, but comes behind b, which waits for a.
+    assert Simulator(freely).run([[0, 1, 1]]).step_seconds[0] == 4.0
+    timeline = Simulator(in_order).timeline(Placement.of(in_order, [0, 1, 1]))
+    assert timeline.op_start.tolist() == [0.0, 3.0, 4.0]
+    assert timeline.step_seconds == 6.0
 
 
 # --- compilation ---------------------------------------------------------------------------------

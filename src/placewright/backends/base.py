@@ -136,6 +136,18 @@ class Transfer(NamedTuple):
     seconds: float
 
 
+class Span(NamedTuple):
+    """When something ran in a traced step, in seconds from its begin."""
+
+    name: str
+    """Of the op; of the tensor's op, and from where to where it went, for a transfer."""
+    device: int
+    begin: float
+    end: float
+    source: int = -1
+    """The device that a transfer came from; -1 for an op."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """Medians over some traced steps."""
@@ -147,6 +159,8 @@ class Trace:
     transfers: tuple[Transfer, ...] = ()
     step_seconds: tuple[float, ...] = ()
     """Of each traced step; tracing itself takes time."""
+    spans: tuple[Span, ...] = ()
+    """All of the last traced step, where the runner tells when things began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +226,11 @@ class Runner(Protocol):
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """Name of each link between two devices -> seconds that a tensor of each of these sizes in
         bytes takes over it. Links to switches are left out: only whole routes can be timed."""
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        """Number of a device that shares its chip with others of its kind -> op name -> what the op
+        takes of what they share while it runs alone, from 0 to 1. The first device of each chip
+        stands for all. Empty where that cannot be found out."""
 
     def __enter__(self) -> Self: ...
 

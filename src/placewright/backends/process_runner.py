@@ -14,7 +14,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from placewright.backends.base import Array, Program, Run, RunConfig, Trace, Transfer
+from placewright.backends.base import Array, Program, Run, RunConfig, Span, Trace, Transfer
 from placewright.backends.feeds import make_feeds
 from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.processes import Child, Load, memory_kills
@@ -204,6 +204,7 @@ class ProcessRunner(ABC):
                 device_of=trace["device_of"],
                 transfers=tuple(Transfer(*transfer) for transfer in trace["transfers"]),
                 step_seconds=tuple(trace["step_seconds"]),
+                spans=tuple(Span(*span) for span in trace.get("spans", ())),
             )
         if returned is not None:
             returned = {name: tuple(values) for name, values in returned.items()}
@@ -220,6 +221,9 @@ class ProcessRunner(ABC):
             returned=returned,
             foreign_load=foreign_load,
         )
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        return {}
 
     # --- who died ---
 

@@ -16,7 +16,7 @@ from placewright.calibration.accuracy import (
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import Pace, Timed, in_turns
 from placewright.calibration.fitting import Correction, corrected, fit
-from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table
+from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table, with_demands
 from placewright.calibration.whole import calibrate, varied_placements
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "rank_correlation",
     "varied_placements",
     "why_distrusted",
+    "with_demands",
 ]

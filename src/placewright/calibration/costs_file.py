@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from placewright.costs import (
 )
 from placewright.errors import CostsError
 from placewright.files import read_json, write_json
-from placewright.graph import Graph
+from placewright.graph import BoolArray, Graph
 from placewright.placement import Placement
 from placewright.problem import Problem
 
@@ -58,9 +59,23 @@ class Calibration:
                 }
                 for k, kind in enumerate(self.table.kinds)
             },
+            **self._demands(graph, known),
             "cluster": cluster_format.to_document(self.cluster),
         }
         write_json(path, document, CostsError)
+
+    def _demands(self, graph: Graph, known: BoolArray) -> dict[str, Any]:
+        if not self.table.demand.any():
+            return {}
+        return {
+            "demands": {
+                kind: {
+                    graph.op_names[op]: float(self.table.demand[k, op])
+                    for op in np.flatnonzero(known[k] & (self.table.demand[k] > 0))
+                }
+                for k, kind in enumerate(self.table.kinds)
+            }
+        }
 
     @staticmethod
     def load(path: str | Path, problem: Problem) -> Calibration:

@@ -33,9 +33,20 @@ class Correction:
     """The same per byte, as a share of the link's time per byte."""
     contention: float = 0.0
     """Of the cluster."""
+    demand: float = 1.0
+    """On what ops take of a chip that they share with others."""
 
     def apply(self, problem: Problem) -> Problem:
-        links = tuple(self._link(link) for link in problem.cluster.links)
+        on_cpu = {device.name for device in problem.cluster.devices if device.type == "cpu"}
+        links = tuple(
+            # Where streams copy, nobody packs, but from one CPU to another.
+            self._link(
+                link,
+                packs=not problem.cluster.in_order
+                or on_cpu.issuperset(end for pair in link.pairs for end in pair),
+            )
+            for link in problem.cluster.links
+        )
         # On processors what is fitted is the whole of an op, issuing it included.
         whole = np.array([[kind.type == "cpu"] for kind in problem.cluster.kinds])
         overhead = np.where(whole, problem.costs.overhead_seconds, 0.0)
@@ -43,19 +54,22 @@ class Correction:
             problem.costs,
             op_seconds=frozen((problem.costs.op_seconds + overhead) * self.ops),
             overhead_seconds=frozen(problem.costs.overhead_seconds - overhead),
+            demand=frozen(np.minimum(1.0, problem.costs.demand * self.demand)),
         )
         cluster = dataclasses.replace(problem.cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)
 
-    def _link(self, link: Link) -> Link:
-        share = self.overhead_bytes
+    def _link(self, link: Link, packs: bool) -> Link:
+        share = self.overhead_bytes if packs else 0.0
         latency = link.latency_seconds * self.latency
+        # A link that is never occupied, such as an event that is waited for, stays so.
+        gap = 0.0 if link.gap_seconds == 0.0 else latency * self.gap
         return dataclasses.replace(
             link,
             latency_seconds=latency,
             bandwidth=link.bandwidth * self.bandwidth,
-            gap_seconds=latency * self.gap,
-            overhead_seconds=link.latency_seconds * self.overhead,
+            gap_seconds=gap,
+            overhead_seconds=link.latency_seconds * self.overhead if packs else 0.0,
             overhead_bandwidth=link.bandwidth / share if share else math.inf,
         )
 
@@ -75,6 +89,7 @@ _RANGES = {
     "overhead": (0.0, 40.0),
     "overhead_bytes": (0.0, 40.0),
     "contention": (0.0, 4.0),
+    "demand": (0.2, 5.0),
 }
 
 _STEPS = (1.6, 1.25, 1.1, 1.04)
@@ -107,7 +122,7 @@ def fit(
         predicted = Simulator(correction.apply(problem)).run(rows).step_seconds
         # A whisper of regularisation: what the measurements do not say stays as it is.
         drift = sum(abs(math.log(getattr(correction, name))) for name in ("latency", "bandwidth"))
-        drift += abs(math.log(correction.ops / usual))
+        drift += abs(math.log(correction.ops / usual)) + abs(math.log(correction.demand))
         drift += abs(correction.contention - problem.cluster.contention)
         return float(np.mean(np.abs(np.log(predicted / truth)))) + 1e-3 * drift
 
@@ -126,7 +141,7 @@ def fit(
         improved = True
         while improved:
             improved = False
-            for candidate in _neighbours(best, factor):
+            for candidate in _neighbours(best, factor, problem):
                 found = error(candidate)
                 if found < least - 1e-6:
                     best, least, improved = candidate, found, True
@@ -137,7 +152,7 @@ def _unchanged(cluster: Cluster) -> Correction:
     """The correction under which links are what they are, as far as the first one tells."""
     if not cluster.links:
         return Correction(contention=cluster.contention)
-    link = cluster.links[0]
+    link = next((link for link in cluster.links if link.gap_seconds != 0.0), cluster.links[0])
     latency = max(link.latency_seconds, 1e-9)
     gap = latency if link.gap_seconds is None else link.gap_seconds
     return Correction(
@@ -148,8 +163,10 @@ def _unchanged(cluster: Cluster) -> Correction:
     )
 
 
-def _neighbours(correction: Correction, factor: float) -> Iterator[Correction]:
+def _neighbours(correction: Correction, factor: float, problem: Problem) -> Iterator[Correction]:
     for name, (low, high) in _RANGES.items():
+        if name == "demand" and not problem.costs.demand.any():
+            continue
         value = getattr(correction, name)
         begin = (0.2, 0.05) if value == 0.0 else ()
         for changed in (value * factor, value / factor, *begin):

@@ -9,7 +9,7 @@ import numpy as np
 
 from placewright.backends import Run, Runner
 from placewright.cluster import Cluster, Link
-from placewright.costs import Costs, Source
+from placewright.costs import Costs, Source, estimate_costs
 from placewright.graph import FloatArray, frozen
 from placewright.problem import Problem
 
@@ -44,6 +44,29 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         op_seconds=frozen(total / np.maximum(count, 1)),
         source=frozen(np.where(count > 0, Source.TABLE, Source.ROOFLINE).astype(np.uint8)),
     )
+
+
+_HARDLY_SLOWER = 1.05
+"""How much longer ops take side by side that do not hold each other up."""
+
+
+def with_demands(problem: Problem, table: Costs, runner: Runner) -> Costs:
+    """The table with what ops demand of the chips that devices share, as far as the runner can
+    tell; the rest is estimated. So is what is too little to be told: ops that run as fast on all
+    devices at once as alone may want any part of the chip up to an equal one."""
+    estimated = estimate_costs(problem.graph, problem.cluster).demand
+    if not estimated.any():
+        return table
+    demand = estimated.copy()
+    kinds = problem.cluster.kind_of_device
+    for device, shares in runner.demands().items():
+        chips = problem.cluster.chip_of_device
+        equal = 1.0 / int((chips == chips[device]).sum())
+        for name, share in shares.items():
+            k, op = kinds[device], problem.graph.op_index[name]
+            too_little = share <= _HARDLY_SLOWER * equal
+            demand[k, op] = min(estimated[k, op], equal) if too_little else min(1.0, share)
+    return dataclasses.replace(table, demand=frozen(demand))
 
 
 def _as_long_as(traced: FloatArray, step: float) -> FloatArray:

@@ -14,7 +14,7 @@ from placewright.calibration.accuracy import fidelity, why_distrusted
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import in_turns
 from placewright.calibration.fitting import corrected
-from placewright.calibration.pieces import measure_links, op_table
+from placewright.calibration.pieces import measure_links, op_table, with_demands
 from placewright.errors import CostsError, WorkerError
 from placewright.placement import Placement, everything_on
 from placewright.problem import Problem
@@ -41,7 +41,7 @@ def calibrate(
     """
     say("timing ops")
     traced = {}
-    for device in range(problem.num_devices):
+    for device in _told_apart(problem):
         single = everything_on(problem, device)
         run = runner.measure(single.devices[problem.grouping.group_of], traces=traces)
         if run.measurement.ok:
@@ -51,6 +51,9 @@ def calibrate(
     if not traced:
         raise WorkerError("no device can run the model alone, so its ops cannot be timed")
     table = op_table(problem, traced)
+    if problem.cluster.shared_chips:
+        say("timing ops side by side")
+        table = with_demands(problem, table, runner)
     cluster = problem.cluster
     if problem.num_devices > 1:
         say("timing links")
@@ -74,6 +77,16 @@ def calibrate(
     if reason:
         logger.warning("this calibration is not to be trusted: %s", reason)
     return dataclasses.replace(fitted, pace=pace, fitted_to=tuple(timed))
+
+
+def _told_apart(problem: Problem) -> list[int]:
+    """Devices, of those that are parts of one chip and of one kind the first."""
+    cluster = problem.cluster
+    seen: dict[tuple[str, str], int] = {}
+    for number, device in enumerate(cluster.devices):
+        alone = cluster.chip_of_device[number] < 0
+        seen.setdefault((device.name if alone else device.chip, device.kind.name), number)
+    return list(seen.values())
 
 
 def _overlapping(

@@ -79,6 +79,7 @@ OPTIONS: dict[str, Shown] = {
     "trials": Shown("N"),
     "evaluate": Shown("HOW"),
     "policy": Shown("FILE"),
+    "simulate_first": Shown("TIME"),
     "learner": Shown("NAME=VALUE"),
     "controllers": Shown("C"),
     "workers": Shown("K"),

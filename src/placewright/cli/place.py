@@ -113,7 +113,8 @@ def place(
     *,
     cluster: common.ClusterOption = "local",
     search: Annotated[
-        SearchConfig, Only("method", "budget", "trials", "seed", "policy", "evaluate")
+        SearchConfig,
+        Only("method", "budget", "trials", "seed", "policy", "evaluate", "simulate_first"),
     ],
     learner: LearnerOption = None,
     output: Output,

@@ -149,6 +149,11 @@ class LearnerConfig:
     see `resolved`. A run that is resumed with another kind of budget needs to be told the number it
     began with."""
 
+    remeasure: int | None = None
+    """How many of the best placements known are tried once more after each update, where they are
+    so close to each other that `noise` may decide which is the best: what was tried least first.
+    None: 1 with `noise`, and 0 without."""
+
     imitation_steps: int = 6
     """Gradient steps of imitation alone after each update, where there is polishing: the local
     search finds better placements faster than the policy's own updates can follow."""
@@ -167,7 +172,7 @@ class LearnerConfig:
                 raise LearningError(f"learner: {name} must be at least 1, not {value}")
         for name in (
             "failures_until", "entropy", "logit_noise", "logit_noise_updates", "elites",
-            "imitation", "warm_start", "polish", "imitation_steps", "settled", "noise",
+            "imitation", "warm_start", "polish", "remeasure", "imitation_steps", "settled", "noise",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -197,6 +202,7 @@ class ResolvedConfig(LearnerConfig):
     noise: float
     warm_start: int
     polish: int
+    remeasure: int
 
 
 def resolved(
@@ -219,6 +225,7 @@ def resolved(
       what is found by estimates is as good as the estimates are, so few placements are tried until
       there are better ones; 0 where a trial takes seconds and its time is taken for exact.
     - `samples` is 16; 4 where polishing is done on estimates, for the same reason.
+    - `remeasure` is 1 where times are noisy, and 0 elsewhere.
     """
     if config.noise is not None:
         noise = config.noise
@@ -236,8 +243,12 @@ def resolved(
         warm_start = 0 if trained or not config.elites else 60
     if samples is None:
         samples = 4 if noise and polish else 16
+    remeasure = config.remeasure
+    if remeasure is None:
+        remeasure = 1 if noise and config.elites else 0
     values = {entry.name: getattr(config, entry.name) for entry in fields(LearnerConfig)}
     values |= {"noise": noise, "polish": polish, "warm_start": warm_start, "samples": samples}
+    values["remeasure"] = remeasure
     return ResolvedConfig(**values)
 
 
@@ -294,6 +305,7 @@ REINFORCE = LearnerConfig(
     imitation=0.0,
     warm_start=0,
     polish=0,
+    remeasure=0,
     settled=0.0,
 )
 

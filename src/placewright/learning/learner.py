@@ -10,6 +10,7 @@ comes from.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,12 +26,16 @@ from placewright.learning.policy import Policy
 from placewright.learning.policy_gradient import Batch, PolicyGradient, Sampled
 from placewright.learning.polishing import EstimatedPolishing, ExactPolishing, Polishing
 from placewright.learning.smoothing import Smoother
-from placewright.learning.updater import Updater
+from placewright.learning.updater import Updater, one_thread
 from placewright.measurement import Measurement, Trial
 from placewright.placement import Placement
-from placewright.placers.base import Placer
+from placewright.placers.base import Again, Placer
 from placewright.placers.local_search import LocalSearch
 from placewright.problem import Problem
+
+_MOST_RUNS = 4
+"""So often at most a placement is tried, where it is tried again: the error of the mean is halved
+by then, and the final compares the best side by side."""
 
 _MOST_RECENT = 2000
 """Proposals that are remembered to tell whether the policy still proposes new ones."""
@@ -53,12 +58,14 @@ class Learner(Placer):
         teachers: Sequence[Placer] = (),
         polisher: LocalSearch | None = None,
         previous: Learner | None = None,
+        on_gpu: bool = True,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
         `teachers` are asked for placements to begin with, unless the search tells of some.
         `polisher` is the local search that it polishes with, if not one of its own. `previous` is
         the learner of the same placements under other costs, to go on with: what was learned of the
-        graph holds under these as well, and times do not."""
+        graph holds under these as well, and times do not. `on_gpu`: the policy computes on a GPU if
+        there is one, which must not be where placements are measured."""
         super().__init__(problem)
         self.name = name
         self.config = config = resolved(config)
@@ -72,7 +79,7 @@ class Learner(Placer):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(seed)
                     policy = Policy.for_problems(config.policy, [problem])
-            if torch.cuda.is_available():
+            if on_gpu and torch.cuda.is_available():
                 policy = policy.cuda()
             updater = Updater(policy, config)
         else:
@@ -103,6 +110,10 @@ class Learner(Placer):
         self._answers: list[Measurement | None] = []
         # Other proposals that are not answered: the teachers', the best guess, polishing.
         self._others: set[Placement] = set()
+        # What is to be tried again, and how often that was said of each: one that fails then has
+        # no further time, and would be wanted for ever.
+        self._again_asked: Counter[Placement] = Counter()
+        self._again_open: set[Placement] = set()
         self._snapshot: LearnerState | None = None
         # The best placements under other costs, which are to be tried under these.
         self._again: list[Placement] = []
@@ -209,6 +220,8 @@ class Learner(Placer):
                 self._answers[place.pop(0)] = trial.measurement
             elif trial.placement in self._others:
                 self._others.discard(trial.placement)
+            elif trial.placement in self._again_open:
+                self._again_open.discard(trial.placement)
             elif trial.placer == self.name and self._repeats:
                 # Its own, from the journal of a run without a checkpoint: all of it will be
                 # proposed again, and what came of it must not be known before.
@@ -263,9 +276,21 @@ class Learner(Placer):
             }
         )
         self._sampled = None
+        self._doubt()
         if self._polishing is not None:
             self._polishing.renew(self.updates)
         self._snapshot = self.state()
+
+    def _doubt(self) -> None:
+        """Has those of the best tried again of which it is not sure that they are."""
+        if self._smoother is None or not self.config.remeasure:
+            return
+        with one_thread():
+            doubtful = self._smoother.doubtful(self.config.remeasure, _MOST_RUNS)
+        wanted = [again for again in doubtful if self._again_asked[again.placement] < _MOST_RUNS]
+        self._again_asked.update(again.placement for again in wanted)
+        self._again_open = {again.placement for again in wanted}
+        self.notes.again = wanted
 
     # --- imitation -------------------------------------------------------------------------------
 
@@ -316,6 +341,7 @@ class Learner(Placer):
             "baseline": self.algorithm.baseline,
             "novelty": self._novelty,
             "elites": [[e.seconds, e.placement.devices.tolist()] for e in self._elites.best],
+            "again": [[a.known, a.placement.devices.tolist()] for a in self.notes.again],
         }
         recent = torch.tensor(list(self._recent), dtype=torch.int64)
         tensors = {"random": self.algorithm.random.get_state(), "recent": recent}
@@ -337,6 +363,11 @@ class Learner(Placer):
             Elite(float(seconds), Placement.of(self.problem, devices))
             for seconds, devices in described["elites"]
         ]
+        self.notes.again = [
+            Again(Placement.of(self.problem, devices), int(known))
+            for known, devices in described.get("again", ())
+        ]
+        self._again_open = {again.placement for again in self.notes.again}
         if self._smoother is not None:
             self._smoother.take_state(tensors)
         if self._polishing is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from placewright.graph import FloatArray
 from placewright.measurement import Trial
 from placewright.placement import Placement
+from placewright.placers.base import Again
 from placewright.placers.group_graph import group_graph
 from placewright.problem import Problem
 
@@ -123,43 +125,64 @@ class Smoother:
         work = self._loads.seconds.mean(axis=0)
         share = work / work.sum() if work.sum() > 0 else np.zeros(problem.num_groups)
         self._root_weights = np.sqrt((share + 1 / problem.num_groups) / 2)
-        # Logarithms of the measured seconds, the latest last.
-        self._logs: dict[Placement, float] = {}
+        # Logarithms of the measured seconds of each, the latest placement last.
+        self._runs: dict[Placement, tuple[float, ...]] = {}
         self._best: list[Placement] = []
         self._known_loads: dict[Placement, FloatArray] = {}
         self._fitted: _Fit | None = None
 
     def add(self, placement: Placement, seconds: float) -> None:
-        """What is told twice is still one measurement."""
-        if placement not in self._logs:
-            self._logs[placement] = math.log(max(seconds, _SHORTEST_SECONDS))
+        """One more time of a placement. What is told twice is still one measurement: two have the
+        same time to the last bit only where all times are alike."""
+        log = math.log(max(seconds, _SHORTEST_SECONDS))
+        known = self._runs.get(placement, ())
+        if log not in known:
+            self._runs[placement] = (*known, log)
             self._fitted = None
 
     def __contains__(self, placement: Placement) -> bool:
-        return placement in self._logs
+        return placement in self._runs
+
+    def doubtful(self, count: int, most_runs: int) -> list[Again]:
+        """Up to so many of the best that might be the very best or might not, as far as their own
+        times say, and were tried less than `most_runs` times: those that were tried least first."""
+        best = self.best(max(count, 1) * 4)
+        if len(best) < 2:
+            return []
+
+        def deviation(placement: Placement) -> float:
+            return self._noise / math.sqrt(len(self._runs[placement]))
+
+        first = math.log(best[0][0]) + 2 * deviation(best[0][1])
+        near = [p for s, p in best if math.log(s) - 2 * deviation(p) < first]
+        if len(near) < 2:
+            return []  # nobody comes near the best
+        near.sort(key=lambda placement: len(self._runs[placement]))
+        wanted = [Again(p, len(self._runs[p])) for p in near if len(self._runs[p]) < most_runs]
+        return wanted[:count]
 
     def best(self, count: int) -> list[tuple[float, Placement]]:
         """The fastest by all that is known, with what each is estimated to take. They are kept,
         however old they get."""
         self.forget()
-        placements = list(self._logs)
+        placements = list(self._runs)
         estimates = np.empty(0)
         if placements:
             # What `estimate` would say of those that were measured, without comparing them all.
             fit = self._fit()
-            logs = np.array(list(self._logs.values()))
-            estimates = np.exp(logs - self._trace(fit.likeness) * fit.weights)
+            logs, runs = self._means()
+            estimates = np.exp(logs - self._trace(fit.likeness, runs) * fit.weights)
         order = np.argsort(estimates, kind="stable")[:count]
         self._best = [placements[number] for number in order]
         return [(float(estimates[number]), placements[number]) for number in order]
 
     def forget(self) -> None:
         """Old trials that are none of the best."""
-        old = list(self._logs)[_FIRST:-_MOST]
-        kept = {*self._best, *sorted(old, key=self._logs.__getitem__)[:_FASTEST]}
+        old = list(self._runs)[_FIRST:-_MOST]
+        kept = {*self._best, *sorted(old, key=lambda p: fmean(self._runs[p]))[:_FASTEST]}
         for placement in old:
             if placement not in kept:
-                del self._logs[placement]
+                del self._runs[placement]
                 self._fitted = None
 
     def know_until(self, told: Sequence[Trial]) -> int:
@@ -204,7 +227,7 @@ class Smoother:
     def _fit(self) -> _Fit:
         if self._fitted is not None:
             return self._fitted
-        placements = list(self._logs)
+        placements = list(self._runs)
         self._known_loads = {p: self._known_loads[p] for p in placements if p in self._known_loads}
         loads = self._loads_of(placements)
         load_mean = loads.mean(axis=0)
@@ -213,16 +236,24 @@ class Smoother:
         load_scale = np.where(spread > 1e-9 * loads.max(axis=0), spread, np.inf)
         load_scale *= math.sqrt(loads.shape[1])
         known = _Points(self._coded(placements), (loads - load_mean) / load_scale)
-        logs = np.array(list(self._logs.values()))
+        logs, runs = self._means()
         mean = float(logs.mean())
         # What the noise does not explain; never quite nothing.
         variance = max(float(logs.var()) - self._noise**2, (0.1 * self._noise) ** 2)
         apart = known.apart(known)
-        likeness = self._likeliest(apart.last(_FIT_WITH), logs[-_FIT_WITH:] - mean, variance)
-        factor = self._factor(apart, likeness)
+        latest = slice(-_FIT_WITH, None)
+        likeness = self._likeliest(
+            apart.last(_FIT_WITH), logs[latest] - mean, runs[latest], variance
+        )
+        factor = self._factor(apart, likeness, runs)
         weights = torch.cholesky_solve(torch.from_numpy(logs - mean)[:, None], factor)[:, 0]
         self._fitted = _Fit(known, load_mean, load_scale, mean, likeness, factor, weights.numpy())
         return self._fitted
+
+    def _means(self) -> tuple[FloatArray, FloatArray]:
+        """[n] mean logarithm of the times of each, and [n] how many there are."""
+        means = np.array([fmean(logs) for logs in self._runs.values()])
+        return means, np.array([len(logs) for logs in self._runs.values()], dtype=np.float64)
 
     def _loads_of(self, placements: Sequence[Placement]) -> FloatArray:
         """[n, F]; calculated once for each: most trials are those of the last time."""
@@ -237,23 +268,25 @@ class Smoother:
         np.put_along_axis(coded, rows[..., None], self._root_weights[None, :, None], axis=2)
         return coded.reshape(len(rows), -1)
 
-    def _factor(self, apart: _Distances, likeness: _Likeness) -> Tensor:
+    def _factor(self, apart: _Distances, likeness: _Likeness, runs: FloatArray) -> Tensor:
         """Of the covariance of what was measured."""
         among = likeness.covariance(apart)
-        among[np.diag_indices_from(among)] += self._trace(likeness)
+        among[np.diag_indices_from(among)] += self._trace(likeness, runs)
         factor: Tensor = torch.linalg.cholesky(torch.from_numpy(among))
         return factor
 
-    def _trace(self, likeness: _Likeness) -> float:
-        """A trace of noise there must be: without any, two placements alike make the covariance
-        singular."""
-        return max(self._noise**2, 1e-8 * likeness.variance)
+    def _trace(self, likeness: _Likeness, runs: FloatArray) -> FloatArray:
+        """[n] variance of the means of so many times. A trace of noise there must be: without any,
+        two placements alike make the covariance singular."""
+        return np.maximum(self._noise**2 / runs, 1e-8 * likeness.variance)
 
-    def _likeliest(self, apart: _Distances, centred: FloatArray, variance: float) -> _Likeness:
+    def _likeliest(
+        self, apart: _Distances, centred: FloatArray, runs: FloatArray, variance: float
+    ) -> _Likeness:
         column = torch.from_numpy(centred)[:, None]
 
         def badness(likeness: _Likeness) -> float:
-            factor = self._factor(apart, likeness)
+            factor = self._factor(apart, likeness, runs)
             fit = float((column * torch.cholesky_solve(column, factor)).sum())
             return fit / 2 + float(factor.diagonal().log().sum())
 
@@ -263,19 +296,29 @@ class Smoother:
     # --- checkpoints ---
 
     def state(self) -> dict[str, Tensor]:
-        devices = [placement.devices for placement in self._logs]
+        devices = [placement.devices for placement in self._runs]
         shape = (len(devices), self._problem.num_groups)
-        numbers = {placement: number for number, placement in enumerate(self._logs)}
+        numbers = {placement: number for number, placement in enumerate(self._runs)}
+        logs = [log for runs in self._runs.values() for log in runs]
         return {
             "smoothed_devices": torch.from_numpy(np.array(devices, dtype=np.int32).reshape(shape)),
-            "smoothed_logs": torch.tensor(list(self._logs.values()), dtype=torch.float64),
+            "smoothed_logs": torch.tensor(logs, dtype=torch.float64),
+            "smoothed_runs": torch.tensor([len(r) for r in self._runs.values()]),
             "smoothed_best": torch.tensor([numbers[p] for p in self._best], dtype=torch.int64),
         }
 
     def take_state(self, tensors: Mapping[str, Tensor]) -> None:
         rows = tensors["smoothed_devices"].tolist()
         placements = [Placement.of(self._problem, devices) for devices in rows]
-        self._logs = dict(zip(placements, tensors["smoothed_logs"].tolist(), strict=True))
+        logs = iter(tensors["smoothed_logs"].tolist())
+        # Version 0.1.0 knew one time of each.
+        runs = tensors["smoothed_runs"].tolist() if "smoothed_runs" in tensors else [1] * len(rows)
+        if sum(runs) != len(tensors["smoothed_logs"]):
+            raise ValueError("as many times are expected as there are said to be")
+        self._runs = {
+            placement: tuple(itertools.islice(logs, count))
+            for placement, count in zip(placements, runs, strict=True)
+        }
         self._best = [placements[number] for number in tensors["smoothed_best"].tolist()]
         self._fitted = None
 

@@ -6,10 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from placewright.measurement import Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
+
+
+class Again(NamedTuple):
+    """A placement that is to be tried once more, as one time of it says too little."""
+
+    placement: Placement
+    known: int
+    """How many times of it the placer knows. A run that goes on has more of them in its journal,
+    which are told first."""
 
 
 @dataclass(kw_only=True)
@@ -26,6 +36,9 @@ class Notes:
     favourites: list[Placement] = field(default_factory=list)
     """What it holds for the best, the best first, where that need not be what was fastest when it
     was tried."""
+    again: list[Again] = field(default_factory=list)
+    """What it wants tried once more before it is asked again. The search takes these out and tells
+    what came of each; where times are exact they would say nothing new, and none are tried."""
 
 
 class Placer(ABC):

@@ -145,6 +145,7 @@ class Exact(Placer):
             cluster.contention
             or cluster.shared_chips
             or cluster.routes.relayed.any()
+            or cluster.in_order
             or self.problem.issue_seconds.any()
         )
         placements = found.placements or ([start] if start is not None else [])

@@ -21,6 +21,7 @@ import bisect
 import itertools
 import math
 import random
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from placewright.graph import IndexArray, IntArray
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement, digest
 from placewright.placers._moves import Moves
-from placewright.placers.base import Placer
+from placewright.placers.base import Again, Placer
 from placewright.placers.exact import every_placement
 from placewright.problem import Problem
 
@@ -61,6 +62,20 @@ class LocalSearchConfig:
     such camp: only what was told is improved."""
     memory: int = 500_000
     """Placements that are remembered, so that none is proposed twice."""
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a time over trials of the same placement. A change for
+    the better that may be no more than that is tried again before it is taken. 0: times are
+    exact."""
+    most_runs: int = 3
+    """With noise: how often a placement is tried until its mean decides."""
+    sure: float = 1.0
+    """With noise: by how many standard deviations of their difference two means have to differ to
+    be taken for different."""
+
+
+MEASURED = LocalSearchConfig(chains=2, cycle=60, elites=8, season=0)
+"""Where a trial takes a second and not a millisecond: a few hundred are too few for many chains,
+and for starts from scratch."""
 
 
 class _Score(NamedTuple):
@@ -78,6 +93,8 @@ class _Known(NamedTuple):
     score: _Score
     devices: IndexArray
     peak_bytes: tuple[int, ...]
+    times: tuple[float, ...] = ()
+    """Of all its trials that ran; the score has their mean."""
 
 
 @dataclass(eq=False)
@@ -118,6 +135,14 @@ class _Change(NamedTuple):
     """Kind of change; empty for a combination of several."""
 
 
+class _Doubt(NamedTuple):
+    """A change that looks better, and is tried again."""
+
+    known: _Known
+    camp: _Camp
+    change: _Change
+
+
 class _Asked(NamedTuple):
     """Where a proposal came from."""
 
@@ -152,6 +177,8 @@ class LocalSearch(Placer):
         self._turn = 0
         # By digest, what was tried, and where it came from as long as it is not answered.
         self._tried: dict[int, _Asked | None] = {}
+        # By digest: what was tried again, or is to be, and the changes that wait for it.
+        self._doubtful: dict[int, _Doubt] = {}
         self._rest = every_placement(problem)
         self._memory = np.array([d.memory_bytes for d in problem.cluster.devices], dtype=np.int64)
         # Placements that differ in no more groups than this count as nearly the same.
@@ -176,18 +203,27 @@ class LocalSearch(Placer):
             devices, measurement = trial.placement.devices, trial.measurement
             name = trial.placement.digest
             asked = self._tried.get(name)
+            if name in self._doubtful:
+                news |= self._tried_again(trial)
+                continue
             if asked is None and (name in self._tried or not self._moves.may_be(devices)):
                 continue
             news = True
             self._remember(name, None)
             score = self._score(devices, measurement)
-            known = _Known(score, devices, measurement.peak_bytes)
+            times = (measurement.mean_seconds,) if measurement.ok else ()
+            known = _Known(score, devices, measurement.peak_bytes, times)
             # What others found, or a camp that has joined since, is for the camp at home.
             camp = self._away if asked and asked.camp is self._away else self._home
             camp.answers += 1
             self._keep(camp, known)
             if asked and asked.change:
-                self._answer(asked.change, known)
+                if self._is_doubtful(asked.change, known):
+                    self._doubtful[name] = _Doubt(known, camp, asked.change)
+                else:
+                    self._answer(asked.change, known)
+        if self.config.noise:
+            self._ask_again()
         for camp in self._camps() if news else ():
             camp.ranked = []
             for chain in camp.chains:
@@ -351,6 +387,56 @@ class LocalSearch(Placer):
             chain.now = known
         elif known.score.failure == 1 and change.move != "relieve":
             chain.refused = (*_difference(change.parent, known), self._overfull(known))
+
+    # --- noise -----------------------------------------------------------------------------------
+
+    def _is_doubtful(self, change: _Change, known: _Known) -> bool:
+        """Whether a change looks as if it were for the better, and may look so by luck alone."""
+        return self._wins(change, known) and not self._is_settled(change, known)
+
+    def _wins(self, change: _Change, known: _Known) -> bool:
+        now = change.chain.now
+        both_ran = now.score.failure == known.score.failure == 0
+        return bool(self.config.noise) and both_ran and known.score <= now.score
+
+    def _is_settled(self, change: _Change, known: _Known) -> bool:
+        now = change.chain.now
+        if len(known.times) >= self.config.most_runs or not min(known.times):
+            return True
+        gain = math.log(now.score.value / known.score.value)
+        error = self.config.noise * math.sqrt(1 / len(known.times) + 1 / len(now.times or (0,)))
+        return gain >= self.config.sure * error
+
+    def _ask_again(self) -> None:
+        """Of every doubt one trial more, which the search makes before anything new."""
+        self.notes.again = [
+            Again(Placement.of(self.problem, doubt.known.devices), len(doubt.known.times))
+            for doubt in self._doubtful.values()
+        ]
+
+    def _tried_again(self, trial: Trial) -> bool:
+        """Takes one more time of a placement, and decides if that is enough; whether it is news.
+        One that ran and then fails is none to go on from."""
+        name, measurement = trial.placement.digest, trial.measurement
+        doubt = self._doubtful[name]
+        known, change = doubt.known, doubt.change
+        if measurement.ok and measurement.mean_seconds in known.times:
+            return False  # it was told before
+        elites = doubt.camp.elites
+        elites[:] = [elite for elite in elites if elite is not known]
+        if measurement.ok:
+            times = (*known.times, measurement.mean_seconds)
+            score = _Score(0, statistics.fmean(times))
+            known = known._replace(score=score, times=times)
+        else:
+            known = known._replace(score=self._score(known.devices, measurement), times=())
+        self._keep(doubt.camp, known)
+        if known.times and self._is_doubtful(change, known):
+            self._doubtful[name] = doubt._replace(known=known)
+        else:
+            del self._doubtful[name]
+            self._answer(change, known)
+        return True
 
     def _accepts(self, chain: _Chain, score: _Score) -> bool:
         now = chain.now.score

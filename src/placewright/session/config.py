@@ -73,6 +73,10 @@ class SearchConfig:
     learner: LearnerConfig | Mapping[str, LearnerConfig] | None = None
     """How the learned method learns, such as `LearnerConfig(samples=32)`; one for each, by name,
     where there are several."""
+    simulate_first: float | str | None = None
+    """With evaluate='measure': how long to search in the simulator first, calibrated by runs of
+    single devices. Learned methods go on from there with real runs, and the best of what was found
+    is measured first. Part of the budget: 20s, 1m."""
     policy: str | Path | None = None
     """A trained policy that the learned methods go on from. The file that `placewright train`
     left."""
@@ -87,6 +91,10 @@ class SearchConfig:
             raise SearchError(
                 f"evaluate={self.evaluate!r}: expected {SIMULATE}, {MEASURE} or {BOTH}"
             )
+        if self.simulate_first is not None and self.evaluate != MEASURE:
+            raise SearchError(f"`simulate_first` is for evaluate={MEASURE!r}")
+        if self.simulate_first is not None and not self.first_seconds > 0:
+            raise SearchError(f"simulate_first={self.simulate_first!r} leaves no time to simulate")
         from placewright import methods as registry  # with every placer; settings alone are light
 
         registry.check_learner(self.chosen.names, self.learner, self.policy)
@@ -105,6 +113,12 @@ class SearchConfig:
         if self.op_level is not None:
             return self.op_level
         return "auto" in (name.strip() for name in self.method.split(","))
+
+    @property
+    def first_seconds(self) -> float:
+        """Of the search in the simulator before the first real run; 0 for none."""
+        first = self.simulate_first
+        return parse_duration(first) if isinstance(first, str) else float(first or 0.0)
 
     @cached_property
     def limits(self) -> Budget:

@@ -14,6 +14,7 @@ from placewright import backends
 from placewright import methods as registry
 from placewright.backends.base import Array, LoadOptions, Program, RunConfig, Runner
 from placewright.budget import Budget
+from placewright.calibration import Calibration
 from placewright.cluster import Cluster
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.team import Team, assemble
@@ -54,6 +55,7 @@ class Session:
         config: what searches, how long, and how placements are tried.
         machine: what real runs are made with, where there are to be any.
         runner: the same, started already; it is left running.
+        calibration: what is known of costs already; nothing is traced to find that out.
         pool: tries the placements in place of what the session would make, and is left as it is.
         team: how many processes to search with, on Ray; None for this one.
         directory: where every trial is recorded. One that holds a run of this problem is continued.
@@ -68,6 +70,7 @@ class Session:
         *,
         machine: Machine | None = None,
         runner: Runner | None = None,
+        calibration: Calibration | None = None,
         pool: Evaluator | None = None,
         team: TeamConfig | None = None,
         directory: str | Path | None = None,
@@ -78,6 +81,7 @@ class Session:
         self.config = config or SearchConfig()
         self.machine = machine
         self.runner = runner
+        self.calibration = calibration
         self.pool = pool
         self.team = team
         self.directory = None if directory is None else Path(directory)
@@ -164,7 +168,17 @@ class Session:
             runner.start()
         return MeasuredEvaluator(problem, runner)
 
-    def _placers(self, evaluator: Evaluator, limits: Budget) -> list[Placer]:
+    def _placers(
+        self,
+        evaluator: Evaluator,
+        limits: Budget,
+        *,
+        problem: Problem | None = None,
+        noise: float | None = None,
+        previous: Mapping[str, Placer] | None = None,
+    ) -> list[Placer]:
+        """For the problem, or the same under other costs. `noise` is what is known of it, where
+        that is more than the evaluator says; `previous` are the placers to go on from."""
         config = self.config
         chosen = config.chosen
         if self._team is not None or (self.directory and registry.has_learned(self.directory)):
@@ -172,9 +186,10 @@ class Session:
             # goes on.
             chosen = registry.Chosen(chosen.names)
         placers = registry.make(
-            chosen, self.problem, seed=config.seed, seconds=limits.seconds,
+            chosen, problem or self.problem, seed=config.seed, seconds=limits.seconds,
             trials=limits.trials, learners=config.learner, policy=config.policy,
-            cheap=evaluator.cheap, noise=evaluator.noise,
+            cheap=evaluator.cheap, noise=evaluator.noise if noise is None else noise,
+            previous=previous, beside_runs=self.evaluate != SIMULATE,
         )  # fmt: skip
         return placers if self._team is None else self._team.distributed(placers)
 
@@ -202,20 +217,23 @@ class Session:
             )  # fmt: skip
             real.find_references()
             rounds = None
-            if self.evaluate == BOTH:
+            if self.evaluate == BOTH or self.config.first_seconds:
                 metrics = None
-                if self.directory is not None:
+                # Those of a search before the first real run are of other times.
+                if self.directory is not None and self.evaluate == BOTH:
                     metrics = opened.enter_context(contextlib.closing(MetricsLog(self.directory)))
                 rounds = Rounds(
                     real=real, config=self.config, directory=self.directory, metrics=metrics,
                     runner=evaluator.runner if isinstance(evaluator, MeasuredEvaluator) else None,
+                    calibration=self.calibration,
                 )  # fmt: skip
                 rounds.prepare()
             real.measure(real.unmeasured_references())
-            if rounds is None:
-                self._search_real(real)
-            else:
+            if rounds is not None and self.evaluate == BOTH:
                 rounds.run()
+            else:
+                real.repeat_references()
+                self._search_real(real, rounds)
             real.final()
             if rounds is not None and real.finals.means:
                 # Those are the times that count: what is drawn of the answer should agree with
@@ -224,17 +242,30 @@ class Session:
             found = None if rounds is None else rounds.found()
             return real.result(self.evaluate, found)
 
-    def _search_real(self, real: RealRuns) -> None:
+    def _search_real(self, real: RealRuns, rounds: Rounds | None) -> None:
+        problem, previous = self.problem, None
+        if rounds is not None:
+            problem, previous = self._searched_first(rounds)
         limits = real.before_the_final()
         if limits is None:
             return
-        placers = self._placers(real.evaluator, limits)
+        placers = self._placers(
+            real.evaluator, limits, problem=problem, noise=real.noise, previous=previous
+        )
         found = search(
             placers, real.evaluator, limits, journal=real, seed=real.seed, observe=self.observe,
             stop=real.stop, directory=self.directory,
         )  # fmt: skip
         real.credit(found)
         real.favourites = [p for placer in placers for p in placer.notes.favourites]
+
+    def _searched_first(self, rounds: Rounds) -> tuple[Problem, Mapping[str, Placer] | None]:
+        """The problem under calibrated costs, and the placers of a search in the simulator. A run
+        that goes on has had that search where there is a checkpoint."""
+        if self.directory is not None and registry.has_learned(self.directory):
+            assert rounds.calibration is not None
+            return rounds.calibration.problem(self.problem), None
+        return rounds.first(self.config.first_seconds), rounds.placers
 
 
 # --- what is asked for, before a model is read ---------------------------------------------------

@@ -7,6 +7,7 @@ for a final: the best placements and the references in turns, and only that deci
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from placewright.budget import Budget
 from placewright.calibration import Calibration
 from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator, Request
+from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
@@ -28,6 +30,20 @@ from placewright.session.search import MethodResult, Progress
 
 REFERENCES = ("single", "expert")
 """What every answer is compared with."""
+
+
+_REPEATED = 3
+"""References that are run twice."""
+
+_FEW_OF = 10
+"""That is done where at least so many times as many runs are left."""
+
+_UPPER = {1: 15.6, 2: 4.48, 3: 2.98}
+"""Pairs of runs -> what the mean of their variances is multiplied by for its upper limit: their
+number through the 20% quantile of the chi-square distribution."""
+
+_LEAST_NOISE = 0.002
+"""A step of a few milliseconds is not timed better than that."""
 
 
 class RealRuns:
@@ -210,6 +226,38 @@ class RealRuns:
                 if placement not in self.samples:
                     waiting.setdefault(placement, name)
         return list(waiting.items())
+
+    def repeat_references(self) -> None:
+        """Runs the fastest references once more, where there is the budget for it: so it is known
+        how much times of the same placement differ."""
+        wanted = [p for p in self._repeated() if len(self.samples[p]) < 2]
+        if self.runs_left >= _FEW_OF * len(wanted):
+            self.measure([(p, self.found_by[p]) for p in wanted], compared=True)
+
+    def _repeated(self) -> list[Placement]:
+        """By their first runs alone: a session that goes on comes to the same."""
+        ran = [p for p in self._all_references() if p in self.samples and self.samples[p][0].ok]
+        return sorted(ran, key=lambda p: self.samples[p][0].mean_seconds)[:_REPEATED]
+
+    def _all_references(self) -> list[Placement]:
+        return list(dict.fromkeys(p for found in self.references.values() for p in found))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the logarithm of a time over runs of the same placement: the upper
+        limit that the first two runs of the references put on it, with a confidence of 80%. Few
+        pairs say little, and less noise than there is would have luck believed."""
+        pairs = [self.samples[p][:2] for p in self._repeated()]
+        logs = [
+            math.log(first.mean_seconds / second.mean_seconds)
+            for first, second in (pair for pair in pairs if len(pair) == 2)
+            if second.ok and min(first.mean_seconds, second.mean_seconds) > 0
+        ]
+        if not logs:
+            return self.evaluator.noise or MeasuredEvaluator.noise
+        variance = statistics.fmean(log**2 / 2 for log in logs)
+        upper = math.sqrt(variance * _UPPER[len(logs)])
+        return max(_LEAST_NOISE, min(upper, max(MeasuredEvaluator.noise, math.sqrt(variance))))
 
     def credit(self, found: Progress) -> None:
         """Takes over what a search says of its methods; their trials are here already."""

@@ -86,10 +86,12 @@ class Rounds:
     placers: dict[str, Placer] = field(default_factory=dict)
     """Of the last search in the simulator, by method."""
     calibration: Calibration | None = None
+    """What is known of costs; given by who had them measured before."""
 
     def prepare(self) -> None:
-        """The costs that a run which goes on had come to, or those of traced runs."""
-        self.calibration = self._begun() or self._calibrate()
+        """The costs that a run which goes on had come to, or that are given, or those of traced
+        runs."""
+        self.calibration = self._begun() or self.calibration or self._calibrate()
 
     def run(self) -> None:
         real = self.real
@@ -178,10 +180,19 @@ class Rounds:
 
     # --- candidates ---
 
+    def first(self, seconds: float) -> Problem:
+        """Searches in the simulator before a search with real runs, which goes on from `placers`;
+        the best of what was found is measured. Gives the problem under the costs as they are."""
+        real = self.real
+        self.correct()
+        real.measure(self._candidates(seconds, real.seed), leave=real.runs_reserved)
+        assert self.calibration is not None
+        return self.calibration.problem(real.problem)
+
     def _round(self) -> bool:
         """Searches in the simulator and measures what it found; False when that is nothing new."""
         real = self.real
-        new = self._candidates()
+        new = self._candidates(self._simulate_seconds(), real.seed + real.progress.trials)
         best = real.best_placements(1)
         measured = real.measure(new, leave=real.runs_reserved)
         # In turns with the best so far, whose time is the one that counts.
@@ -189,11 +200,12 @@ class Rounds:
             real.measure([(best[0], "")], leave=real.runs_reserved)
         return bool(measured)
 
-    def _candidates(self) -> list[tuple[Placement, str]]:
+    def _candidates(self, seconds: float, seed: int) -> list[tuple[Placement, str]]:
+        """The best that a search in the simulator finds, and who found them."""
         real, rounds = self.real, self.config.rounds
         assert self.calibration is not None
         under = self.calibration.problem(real.problem)
-        budget = Budget(seconds=self._simulate_seconds())
+        budget = Budget(seconds=seconds)
         simulated = Best(
             [
                 Trial(placement=p, measurement=real.pooled(p), placer="measured", seed=real.seed)
@@ -201,8 +213,8 @@ class Rounds:
             ]
         )
         search(
-            self._placers(under, budget), SimulatedEvaluator(under), budget, journal=simulated,
-            seed=real.seed, observe=self._watch, stop=real.stop,
+            self._placers(under, budget, seed), SimulatedEvaluator(under), budget,
+            journal=simulated, seed=real.seed, observe=self._watch, stop=real.stop,
             lower_bound_seconds=None,  # it says nothing of times that were measured
         )  # fmt: skip
         apart = max(1, round(rounds.distance * real.problem.num_groups))
@@ -215,7 +227,7 @@ class Rounds:
                 break
         return list(chosen.items())
 
-    def _placers(self, under: Problem, budget: Budget) -> list[Placer]:
+    def _placers(self, under: Problem, budget: Budget, seed: int) -> list[Placer]:
         """Made anew under the costs as they are now; those that learn go on with what they have
         learned."""
         # As if asked for: those that learn go on in later rounds, so this one is not all they have.
@@ -223,11 +235,12 @@ class Rounds:
         made = registry.make(
             names,
             under,
-            seed=self.real.seed + self.real.progress.trials,
+            seed=seed,
             seconds=budget.seconds,
             learners=self.config.learner,
             policy=self.config.policy,
             previous=self.placers,
+            beside_runs=True,
         )
         self.placers = dict(zip(names, made, strict=True))
         return made

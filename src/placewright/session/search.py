@@ -16,7 +16,7 @@ from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
-from placewright.placers.base import Placer
+from placewright.placers.base import Again, Placer
 from placewright.session.contenders import Contenders
 from placewright.session.metrics import MetricsLog
 from placewright.stopping import Stopped, Worker, never
@@ -148,8 +148,9 @@ def search(
     """Runs the placers one after another, each until it has nothing left to propose.
 
     What earlier placers (or, on resuming, the journal) tried is told to the later ones, and a
-    placement is never evaluated twice. The trial budget counts the journal's trials, so that a
-    resumed run ends where the whole run would have.
+    placement is never evaluated twice, unless times are noisy and its placer wants to know better
+    (`Notes.again`). The trial budget counts the journal's trials, so that a resumed run ends where
+    the whole run would have.
 
     When the measuring itself breaks (`WorkerError`), what was found so far is the result, and
     `Progress.fault` says why; without a single trial the error is raised.
@@ -201,12 +202,19 @@ class _Search:
         for placer in self.placers:
             progress.expect(placer.name)
         self.known: dict[Placement, Measurement] = {}
+        self.later: dict[Placement, list[Measurement]] = {}
+        """Of placements that were tried more than once, all but the first."""
+        self.exact = evaluator.cheap and not evaluator.noise
+        """Whether another try of a placement gives the same time."""
         self.told: list[Trial] = []
         self.earlier_seconds = 0.0
         for trial in journal.trials if journal is not None else ():
             progress.count(trial)
-            # The first one: that is what its placer was told.
-            self.known.setdefault(trial.placement, trial.measurement)
+            # The first one: that is what its placer was told at first.
+            if trial.placement in self.known:
+                self.later.setdefault(trial.placement, []).append(trial.measurement)
+            else:
+                self.known[trial.placement] = trial.measurement
             self.told.append(trial)
             took = max(0.0, trial.at_seconds - self.earlier_seconds)
             progress.seconds_of[trial.placer] += took
@@ -253,9 +261,8 @@ class _Search:
         bounds = [placer.notes.lower_bound_seconds for placer in self.placers]
         bound = max([self.lower_bound_seconds, *bounds])
         best = self.progress.best
-        exact = self.evaluator.cheap and not self.evaluator.noise
         self.progress.proven = (
-            exact
+            self.exact
             and bound > 0
             and best is not None
             and best.measurement.mean_seconds <= bound * (1.0 + ROUNDING)
@@ -359,7 +366,11 @@ class _Turn:
     def _step(self) -> bool:
         """Asks and tells once; False when the placer is at its end."""
         every, placer = self.every, self.placer
+        again, placer.notes.again = placer.notes.again, []
         try:
+            if again and not every.exact and self._try_again(again):
+                self._watch()
+                return True
             if not self._ask():
                 return False
             self._try()
@@ -409,6 +420,48 @@ class _Turn:
                     missing -= 1
             if waiting or every.stop():
                 return
+
+    def _try_again(self, again: Sequence[Again]) -> bool:
+        """Whether there was room for any of these; what came of them is told."""
+        every, placer = self.every, self.placer
+        answers: list[Measurement] = []
+        asked: list[Placement] = []
+        new: dict[Placement, int] = {}
+        room = self.until[1] - every.progress.trials - len(self.trying)
+        for placement, known in dict.fromkeys(again):
+            later = every.later.get(placement, ())
+            if 0 < known <= len(later):  # the journal of a run that goes on has it
+                asked.append(placement)
+                answers.append(later[known - 1])
+            elif len(new) < room and placement not in self.trying and placement not in new:
+                new[placement] = known
+        if new:
+            every.evaluator.submit([Request(placement) for placement in new])
+        missing = set(new)
+        fresh: list[Placement] = []
+        while missing and not every.stop():
+            for placement, run in every.evaluator.collect(1.0):
+                if placement in missing:
+                    missing.discard(placement)
+                    fresh.append(placement)
+                    every.later.setdefault(placement, []).append(run.measurement)
+                    answers.append(run.measurement)
+                elif placement in self.trying:
+                    every.known.setdefault(placement, run.measurement)
+        if missing:
+            every.evaluator.drop()
+        at_seconds = every.earlier_seconds + every.progress.elapsed_seconds
+        trials = [
+            Trial(
+                placement=placement, measurement=measurement, placer=placer.name,
+                seed=every.seed, at_seconds=at_seconds,
+            )
+            for placement, measurement in zip([*asked, *fresh], answers, strict=True)
+        ]  # fmt: skip
+        every.keep(trials[len(asked) :], last=self.last)
+        if trials:
+            self._tell(trials)
+        return bool(trials)
 
     def _answers(self) -> tuple[list[Trial], list[Trial]]:
         """To what it asked for, as far as there are any, and those that are trials of its own. What

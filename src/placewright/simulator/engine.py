@@ -209,7 +209,7 @@ class Simulator:
         try:
             return self._scratches.pop()
         except IndexError:
-            return Scratch.of(self._tables)
+            return Scratch.of(self._tables, int(self.problem.cluster.routes.relay.max()) + 1)
 
     def _checked(self, devices: npt.ArrayLike) -> IndexArray:
         array = np.asarray(devices)
@@ -412,10 +412,11 @@ def _issuing(problem: Problem) -> Issuing | None:
 
 
 def _chips(problem: Problem) -> Chips | None:
-    """None where no two devices share a chip and no link relays, so that no time is lost on it."""
+    """None where no two devices share a chip, no link relays and no device keeps to the program's
+    order, so that no time is lost on it."""
     cluster, routes = problem.cluster, problem.cluster.routes
     count = len(cluster.shared_chips)
-    if not count and not routes.relayed.any():
+    if not count and not routes.relayed.any() and not cluster.in_order:
         return None
     slots = [device.kind.slots for device in cluster.devices]
     chip_of_server = np.repeat(cluster.chip_of_device, slots)
@@ -441,6 +442,8 @@ def _chips(problem: Problem) -> Chips | None:
         hop_latency=padded[0].ravel(),
         hop_gap=padded[1].ravel(),
         hop_per_byte=padded[2].ravel(),
+        relay=routes.relay.astype(UINT).ravel(),
+        in_order=cluster.in_order,
     )
 
 

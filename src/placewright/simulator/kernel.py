@@ -127,8 +127,8 @@ class Issuing(NamedTuple):
 
 
 class Chips(NamedTuple):
-    """What devices share that are streams or partitions of one chip, and the links that relay. C
-    chips that several devices are parts of.
+    """What devices share that are streams or partitions of one chip, the links that relay, and
+    whether devices keep to the program's order. C chips that several devices are parts of.
 
     Time on a chip passes as its load allows: all ops that run there at a moment are slowed by the
     same factor. So each chip has a clock of its own, by which its ops take as long as they do
@@ -152,6 +152,10 @@ class Chips(NamedTuple):
     """[D * D * hops] seconds"""
     hop_per_byte: Floats
     """[D * D * hops] seconds"""
+    relay: Uints
+    """[D * D] number of the memory at the end of the route's first link."""
+    in_order: bool
+    """Whether each device starts its ops in the order of their numbers."""
 
 
 class Scratch(NamedTuple):
@@ -203,9 +207,15 @@ class Scratch(NamedTuple):
     """[D] how much longer everything takes on the chip since then."""
     stale: BoolArray
     """[D] whether ops have begun or ended on the chip, so that its clock must be set anew."""
+    follower: Uints
+    """[N] the next op on the same device, N for the last; used where devices keep to an order."""
+    stored_first: Uints
+    """[memories] the first use of the thing last sent to each memory on a way that relays."""
+    stored_at: Floats
+    """[memories] when that is there."""
 
     @staticmethod
-    def of(tables: Tables) -> Scratch:
+    def of(tables: Tables, memories: int) -> Scratch:
         ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
         queues = tables.num_queues + tables.num_queues % 2
         entries = np.zeros(ops + uses + 1, dtype=ENTRY)
@@ -232,6 +242,9 @@ class Scratch(NamedTuple):
             since=np.zeros(devices),
             slow=np.ones(devices),
             stale=np.zeros(devices, dtype=np.bool_),
+            follower=np.zeros(ops, dtype=UINT),
+            stored_first=np.zeros(memories, dtype=UINT),
+            stored_at=np.zeros(memories),
         )
 
 
@@ -393,7 +406,7 @@ def simulate(
     contention. numba compiles this anew for what is None: without a log, and with one for
     timelines; without contention, where counting would take a twentieth of the time, and with it;
     without `issuing`, where nothing is issued apart from computing; without `chips`, where no two
-    devices share one and no link relays.
+    devices share one, no link relays and no device keeps to the program's order.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
@@ -427,7 +440,8 @@ def simulate(
     free = scratch.free[0]
     contention = tables.contention
     due, clock, since, slow = scratch.due, scratch.clock, scratch.since, scratch.slow
-    stale = scratch.stale
+    stale, follower = scratch.stale, scratch.follower
+    stored_first, stored_at = scratch.stored_first, scratch.stored_at
     # Only ops below this are issued; where no thread issues them in order, that is all.
     next_issue: Any = num_ops
     dispatched: Any = num_ops
@@ -459,6 +473,10 @@ def simulate(
                 since[i] = 0.0
                 slow[i] = 1.0
                 stale[i] = False
+            for i in range(stored_first.size):
+                stored_first[i] = num_uses
+            if chips.in_order:
+                _put_in_order(state, follower, latest_use, num_ops, num_devices)
         now = 0.0
         dispatched = num_ops
         # All that happens while several devices are busy takes longer by the same share, so what
@@ -471,6 +489,11 @@ def simulate(
         num_ready = UINT(sources.size)
         for i in range(num_ready):
             ready[i] = sources[i]
+        if chips is not None:
+            num_ready = UINT(0)
+            for i in range(sources.size):
+                ready[num_ready] = sources[i]
+                num_ready = UINT(num_ready + (state[sources[i]].waits_for == 0))
         if issuing is not None and issuing.host:
             num_ready = UINT(0)
             next_issue = UINT(0)
@@ -478,8 +501,10 @@ def simulate(
 
         while True:
             # Each ready op goes to the server of its device that is free first.
-            for i in range(num_ready):
-                op = ready[i]
+            given = UINT(0)
+            while given < num_ready:
+                op = ready[given]
+                given = UINT(given + 1)
                 device = state[op].device
                 if (
                     issuing is not None
@@ -549,6 +574,16 @@ def simulate(
                             log.op_start[op] = now
                     for j in range(ops[op].own, ops[op + 1].own):
                         overflow |= _hold(memory, own[j], device, num_devices, now, log, chips)
+                if chips is not None and chips.in_order and follower[op] < num_ops:
+                    user = follower[op]
+                    waits_for = state[user].waits_for - 1
+                    state[user].waits_for = waits_for
+                    if waits_for == 0 and user < next_issue:
+                        ready[num_ready] = user
+                        num_ready = UINT(num_ready + 1)
+                        if log is not None and issuing is not None and issuing.host:
+                            log.op_ready[user] = now
+                            log.op_cause[user] = cause
                 # For when it ends.
                 _prefetch(uses, ops[op].uses)
                 _prefetch(use_bytes, ops[op].uses)
@@ -723,16 +758,23 @@ def simulate(
                     start = now
                     channel = routes[route * hops]
                     if chips is not None and chips.hop_count[route] > 0:
-                        # One copy after another; it arrives in the order of the last link.
-                        start = max(now, free_at[channel])
-                        end = now
-                        for j in range(chips.hop_count[route]):
+                        # One copy after another, the first of them once for all who are beyond;
+                        # it arrives in the order of the last.
+                        memory_there = chips.relay[route]
+                        known = stored_first[memory_there] == first
+                        end = stored_at[memory_there] if known else now
+                        if not known or chips.hop_count[route] > 1:
+                            start = max(end, free_at[routes[route * hops + UINT(known)]])
+                        for j in range(UINT(known), chips.hop_count[route]):
                             hop = route * hops + UINT(j)
                             channel = routes[hop]
                             moving = use_bytes[use] * chips.hop_per_byte[hop]
                             begin = max(end, free_at[channel])
                             free_at[channel] = begin + chips.hop_gap[hop] + moving
                             end = begin + chips.hop_latency[hop] + moving
+                            if j == 0:
+                                stored_first[memory_there] = first
+                                stored_at[memory_there] = end
                         freed = free_at[channel]
                     else:
                         for j in range(hops):
@@ -820,6 +862,20 @@ def simulate(
         for i in range(num_devices):
             peak_bytes[row, i] = peak[_pool(chips, i)]
     scratch.free[0] = free
+
+
+@compiled
+def _put_in_order(state: Any, follower: Any, latest: Any, num_ops: Any, num_devices: Any) -> None:
+    """Lets each op wait for the one before it on its device to be given to it."""
+    for device in range(num_devices):
+        latest[device] = num_ops
+    for op in range(num_ops):
+        before = latest[state[op].device]
+        if before < num_ops:
+            follower[before] = op
+            state[op].waits_for += 1
+        follower[op] = num_ops
+        latest[state[op].device] = op
 
 
 @compiled

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placewright.backends.base import Array, Backend, LoadOptions, Plan, RunConfig, is_path, refuse
+from placewright.backends.here import why_not_here
 from placewright.backends.pytorch import models
 from placewright.cluster import Cluster
-from placewright.errors import MissingExtraError, ModelError, PlacementError, WorkerError
+from placewright.errors import MissingExtraError, ModelError, PlacementError
 
 if TYPE_CHECKING:
     from placewright.backends.base import Runner
@@ -21,6 +23,23 @@ _CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin")
 _FUNCTION = re.compile(r"^(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*$")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TorchRunConfig(RunConfig):
+    """Settings of real runs of PyTorch models."""
+
+    capture: bool | None = None
+    """Capture the work of the GPUs as one CUDA graph, so that what Python takes to issue it is not
+    timed; otherwise every step is issued op by op. By default captured, unless the cluster says
+    that the host issues (`issue: host`)."""
+    tf32: bool = True
+    """Let products of float32 matrices use tensor cores."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN try its algorithms, on the whole GPU."""
+    tolerance: float = 0.02
+    """How far results may differ from those of the step without a placement, relative to the
+    largest of them; the order of sums differs between devices."""
+
+
 class PyTorchBackend(Backend):
     """Finds the right part of this package for whatever it is asked."""
 
@@ -28,6 +47,7 @@ class PyTorchBackend(Backend):
     extra = "torch"
     sources = "FILE.py:FUNCTION or package.module:FUNCTION (PyTorch), .pt2 (torch.export)"
     models = models.NAMES
+    run_config = TorchRunConfig
 
     def installed(self) -> bool:
         return importlib.util.find_spec("torch") is not None
@@ -55,13 +75,28 @@ class PyTorchBackend(Backend):
         config: RunConfig | None = None,
         feeds: Mapping[str, Array] | None = None,
     ) -> Runner:
-        raise WorkerError(
-            "placements of PyTorch models can be simulated but not measured yet; search with the "
-            "simulator"
-        )
+        self._check_torch("measuring on real devices")
+        from placewright.backends.pytorch.runner import TorchRunner
+
+        return TorchRunner(program, cluster, config, feeds=feeds)
 
     def why_not_here(self, cluster: Cluster, config: RunConfig | None = None) -> str:
-        return "placements of PyTorch models cannot be measured yet"
+        if all(device.type == "cpu" for device in cluster.devices):
+            return why_not_here(cluster)
+        if not self.installed():
+            return "torch is not installed"
+        import torch
+
+        gpus = torch.cuda.device_count()
+        for device in cluster.devices:
+            kind, _, number = device.chip.partition(":")
+            if kind not in ("cpu", "gpu"):
+                return f"torch has no {device.name}"
+            if kind == "gpu" and int(number or 0) >= gpus:
+                return f"it has no {device.name}" + (
+                    "" if gpus else " (torch finds no CUDA device)"
+                )
+        return ""
 
     def device_names(
         self, names: Sequence[str], given: Mapping[str, str] | None = None

@@ -33,6 +33,7 @@ from placewright.backends.pytorch.exporting import (
     training_graph,
 )
 from placewright.backends.pytorch.flops import flops_of, op_name, work_of
+from placewright.backends.pytorch.steps import Source, Step, make_step
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, DisjointSets, Edge, Graph, Op, Tensor, Work
 
@@ -50,6 +51,9 @@ class Captured:
     """Node of the exported graph -> an op of the graph that is on the same device."""
     op_of_tensor: Mapping[str, str]
     """Parameter, buffer or constant, by the name that the module has for it -> its op."""
+    step: Step | None
+    """What runs; None where it cannot run in a process of its own."""
+    why_no_step: str = ""
 
 
 def capture(
@@ -116,6 +120,8 @@ class _Conversion:
         self._first: dict[str, str] = {}
         """Exported node -> the first op that became of it."""
         self._names: set[str] = set()
+        self._updates: dict[str, tuple[Node, str]] = {}
+        """Parameter -> the node of its gradient, and the op of its update."""
 
     def run(self, name: str, group_rules: Sequence[tuple[str, str]]) -> Captured:
         self._add_attributes()
@@ -132,10 +138,57 @@ class _Conversion:
         self._add_updates()
         parts = self._parts
         graph = Graph.from_ops(name, parts.ops, parts.edges, group_rules)
+        step, why = None, ""
+        try:
+            step = self._step(graph)
+        except ModelError as fault:
+            why = str(fault)
         return Captured(
             graph=graph,
             op_of_node=self._op_of_node(),
             op_of_tensor=dict(parts.op_of_tensor),
+            step=step,
+            why_no_step=why,
+        )
+
+    def _step(self, graph: Graph) -> Step:
+        numbers = {n: graph.op_index[op] for n, (op, _) in self._parts.source.items()}
+        optimizer = self._exported.task.optimizer if self._updates else None
+        return make_step(
+            self._joint.graph,
+            numbers,
+            {node: self._source(node, op) for node, op in numbers.items() if _is_source(node)},
+            {name: (node, graph.op_index[op]) for name, (node, op) in self._updates.items()},
+            None if optimizer is None else optimizers.class_and_settings(optimizer),
+        )
+
+    def _source(self, node: Node, op: int) -> Source:
+        description = node.meta.get("desc")
+        value = node.meta.get("val")
+        target, index = getattr(description, "target", None), getattr(description, "idx", None)
+        if target is not None:
+            name = str(target).removeprefix(f"{MODEL}.")
+            model = self._exported.model
+            kind = "constant"
+            if name in dict(model.named_parameters(remove_duplicate=False)):
+                kind = "parameter"
+            elif name in dict(model.named_buffers(remove_duplicate=False)):
+                kind = "buffer"
+        elif index is not None:
+            kind, name = "input", str(index)
+        else:
+            kind, name = "constant", node.name
+        if value is None:
+            value = getattr(self._joint, str(node.target), None)
+        if not isinstance(value, torch.Tensor):
+            raise ModelError(f"{node.name} is no tensor")
+        return Source(
+            value=-1,
+            kind=kind,
+            name=self._exported.tied.get(name, name),
+            shape=tuple(int(size) for size in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            op=op,
         )
 
     # --- what is there before the step -----------------------------------------------------------
@@ -267,13 +320,15 @@ class _Conversion:
         kind = f"update_{optimizers.name_of(optimizer)}"
         states: dict[torch.dtype, Mapping[str, int]] = {}
         label_of = {op.name: op.colocate for op in parts.ops}
-        for name, gradient in gradients.items():
+        for name, node in gradients.items():
+            gradient = parts.source[node]
             tensor = parameters[name]
             if tensor.dtype not in states:
                 states[tensor.dtype] = optimizers.state_of(optimizer, tensor.dtype)
             owner = parts.op_of_tensor[name]
             colocate = label_of[owner]
             update = self._unique(f"{owner}/update")
+            self._updates[name] = (node, update)
             slots = []
             for state, element_bytes in states[tensor.dtype].items():
                 slot = self._unique(f"{owner}/{state}")
@@ -292,8 +347,8 @@ class _Conversion:
             parts.edges += [Edge(gradient[0], update, gradient[1])]
             parts.edges += [Edge(of, update, 0) for of in (owner, *slots)]
 
-    def _gradients(self) -> dict[str, tuple[str, int]]:
-        """Parameter -> (op, output) of its gradient."""
+    def _gradients(self) -> dict[str, Node]:
+        """Parameter -> the node of its gradient."""
         graph = self._joint.graph
         values = pytree.tree_leaves(graph.output_node().args[0])
         result = {}
@@ -302,7 +357,7 @@ class _Conversion:
             if target is None or value not in self._parts.source:
                 continue
             name = str(target).removeprefix(f"{MODEL}.")
-            result[self._exported.tied.get(name, name)] = self._parts.source[value]
+            result[self._exported.tied.get(name, name)] = value
         return result
 
     def _op_of_node(self) -> dict[str, str]:
@@ -328,6 +383,10 @@ class _Conversion:
                 if found is not None:
                     result[node.name] = found
         return result
+
+
+def _is_source(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
 
 
 def _update_bytes(tensor: torch.Tensor, state: Mapping[str, int]) -> int:

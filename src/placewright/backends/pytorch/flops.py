@@ -140,8 +140,8 @@ def _largest(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def _attention(name: str, inputs: Sequence[tuple[int, ...]]) -> float:
     if "backward" in name:
-        return float(sdpa_backward_flop_count(*inputs[:4]))  # type: ignore[no-untyped-call]
-    return float(sdpa_flop_count(*inputs[:3]))  # type: ignore[no-untyped-call]
+        return float(sdpa_backward_flop_count(*inputs[:4]))
+    return float(sdpa_flop_count(*inputs[:3]))
 
 
 def _recurrent(name: str, inputs: Sequence[tuple[int, ...]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,3 +60,17 @@ def _maker(optimizer: Any) -> Callable[[Any], torch.optim.Optimizer]:
         f"optimizer is a {type(optimizer).__name__}; give a class of torch.optim, one of its "
         "instances, or a function of parameters"
     )
+
+
+def class_and_settings(optimizer: Any) -> tuple[str, dict[str, Any]]:
+    """The class of `torch.optim` and its keywords, from which another process can make it anew."""
+    made = _maker(optimizer)([torch.nn.Parameter(torch.zeros(_SHAPE))])
+    kind = type(made)
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ModelError(f"{kind.__name__} is not one of torch's own optimizers")
+    known = inspect.signature(kind.__init__).parameters
+    settings = {name: value for name, value in made.defaults.items() if name in known}
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor):
+            settings[name] = float(value)
+    return kind.__name__, settings

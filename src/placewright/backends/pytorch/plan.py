@@ -61,6 +61,13 @@ class Plan:
             raise PlacementError(
                 f"the plan is for a {self.model}, and this is a {type(model).__name__}"
             )
+        lanes = [text for text in self.devices.values() if "/" in text]
+        if lanes:
+            raise PlacementError(
+                f"the plan has {lanes[0]}, and a module runs on whole devices; "
+                "placewright.torch.accelerate runs a module on the streams of one GPU, and parts "
+                "of one are for measuring"
+            )
         devices = {name: torch.device(text) for name, text in self.devices.items()}
         real = {name: _real(device) for name, device in devices.items()}
         if level == "module":

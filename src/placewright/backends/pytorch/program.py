@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from placewright.backends.base import Input
@@ -17,6 +19,7 @@ from placewright.backends.pytorch.capture import capture, only_looks
 from placewright.backends.pytorch.exporting import Exported, Inputs, Task, first_line
 from placewright.backends.pytorch.modules import Units, dotted_path, unit_of, units_of
 from placewright.backends.pytorch.plan import Plan, example_inputs
+from placewright.backends.pytorch.steps import Step
 from placewright.errors import ModelError, PlacewrightError
 from placewright.graph import Graph
 
@@ -38,7 +41,7 @@ class TorchModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProgram:
-    """What was captured of a module. It holds shapes, not weights."""
+    """What was captured of a module."""
 
     graph: Graph
     inputs: tuple[Input, ...]
@@ -53,7 +56,18 @@ class TorchProgram:
     model: str
     training: bool
     example: Inputs
+    step: Step | None = None
+    """What runs; None where it cannot be run in a process of its own."""
+    why_no_step: str = ""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """The module's own parameters, buffers and constants."""
     backend: str = "pytorch"
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By name; without those on `meta`, which have no values."""
+        return {
+            name: tensor.detach() for name, tensor in self.tensors.items() if not tensor.is_meta
+        }
 
     def plan(self, device_of_op: Mapping[str, str], devices: Mapping[str, str]) -> Plan:
         """A placement of the graph as a plan for the module.
@@ -102,7 +116,33 @@ def read_program(source: TorchModel) -> TorchProgram:
         model=type(module).__name__,
         training=module.training,
         example=example_inputs(source.inputs),
+        step=captured.step,
+        why_no_step=captured.why_no_step,
+        tensors=_tensors_of(module, exported, captured.step),
     )
+
+
+def _tensors_of(
+    module: torch.nn.Module, exported: Exported, step: Step | None
+) -> dict[str, torch.Tensor]:
+    """What the step reads of the module, by the names of its sources."""
+    named: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }
+    found = {}
+    for source in step.sources if step is not None else ():
+        if source.kind == "input":
+            continue
+        tensor = named.get(source.name)
+        if tensor is None:
+            try:
+                tensor = operator.attrgetter(source.name)(exported.module)
+            except AttributeError:
+                continue
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+            found[source.name] = tensor
+    return found
 
 
 def _by_modules(source: TorchModel, name: str, fault: Exception) -> TorchProgram:
@@ -148,15 +188,20 @@ def _registered(model: torch.nn.Module) -> set[str]:
 
 
 def _inputs(source: TorchModel) -> tuple[Input, ...]:
+    """In the order in which the step numbers them."""
     args, kwargs = source.inputs
-    named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    groups = [
+        *((str(i), value) for i, value in enumerate(args)),
+        *kwargs.items(),
+        *((f"target{i or ''}", value) for i, value in enumerate(source.task.targets)),
+    ]
     return tuple(
         Input(
             f"{name}{pytree.keystr(path)}",
             str(leaf.dtype).removeprefix("torch."),
             tuple(leaf.shape),
         )
-        for name, value in named.items()
+        for name, value in groups
         for path, leaf in pytree.tree_flatten_with_path(value)[0]
         if isinstance(leaf, torch.Tensor)
     )

@@ -1,0 +1,124 @@
+"""Runs PyTorch steps under placements: which process there is, and what it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from placewright.backends.base import Array, Program, RunConfig
+from placewright.backends.links import routes_to_time, solved
+from placewright.backends.process_runner import ProcessRunner
+from placewright.backends.processes import Child
+from placewright.backends.pytorch import TorchRunConfig
+from placewright.backends.pytorch.places import places_of
+from placewright.backends.pytorch.program import TorchProgram
+from placewright.cluster import Cluster
+from placewright.errors import WorkerError
+
+
+class TorchRunner(ProcessRunner):
+    """Measures placements of one program on one cluster, in one process with all its devices."""
+
+    program: TorchProgram
+    config: TorchRunConfig
+
+    def __init__(
+        self,
+        program: Program,
+        cluster: Cluster,
+        config: RunConfig | None = None,
+        *,
+        feeds: Mapping[str, Array] | None = None,
+    ) -> None:
+        assert isinstance(program, TorchProgram), f"a program of {program.backend}"
+        config = config or TorchRunConfig()
+        if not isinstance(config, TorchRunConfig):
+            config = TorchRunConfig(**vars(config))
+        if program.step is None:
+            raise WorkerError(
+                f"{program.model} cannot be measured: "
+                + (program.why_no_step or "it could not be exported as one graph")
+            )
+        super().__init__(program, cluster, config, feeds)
+        self.places = places_of(cluster)
+
+    def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
+        """With chains of real tensors that go to and fro; of links to switches, such as the memory
+        of the host, from what routes over them take."""
+        devices = self.cluster.device_names
+        joined = {
+            link.name: tuple(devices.index(end) for end in link.pairs[0])
+            for link in self.cluster.links
+            if set(link.pairs[0]) <= set(devices)
+        }
+        routes = routes_to_time(self.cluster)
+        if len(joined) == len(self.cluster.links):
+            routes = []
+        pairs = [*joined.values(), *(pair for pair, _ in routes)]
+        answer = self._asked({"pairs": pairs, "sizes": list(sizes)}, "links", "links")
+        result = dict(solved(self.cluster, routes, answer[len(joined) :], sizes))
+        result.update(zip(joined, answer, strict=False))
+        return result
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        """From replays of each op alone and on all devices of the chip at once."""
+        chips: dict[int, list[int]] = {}
+        for number, chip in enumerate(self.cluster.chip_of_device.tolist()):
+            if chip >= 0 and self.places[number].on_gpu:
+                chips.setdefault(chip, []).append(number)
+        if not chips:
+            return {}
+        request = {"chips": list(chips.values())}
+        answer = self._asked(request, "demands", "what ops take of the GPU")
+        return {numbers[0]: shares for numbers, shares in zip(chips.values(), answer, strict=True)}
+
+    def _asked(self, request: dict[str, Any], key: str, what: str) -> Any:
+        """Something about the machine, for which it has as long as for a start."""
+        self.start()
+        answer = self._answer(request, self.config.start_seconds)
+        if key not in answer:
+            self._replace()
+            raise WorkerError(f"{what} cannot be timed: {answer.get('reason', 'no answer')}")
+        return answer[key]
+
+    def _start_client(self, deadline: float) -> Child:
+        from safetensors.torch import save
+
+        step = self.program.step
+        assert step is not None
+        feeds = io.BytesIO()
+        np.savez(feeds, **{  # type: ignore[arg-type]
+            str(number): self._feeds[entry.name]
+            for number, entry in enumerate(self.program.inputs)
+        })  # fmt: skip
+        weights = {name: tensor.contiguous() for name, tensor in self.program.weights().items()}
+        settings: dict[str, Any] = {
+            name: getattr(self.config, name)
+            for name in ("tf32", "cudnn_benchmark", "tolerance", "seed")
+        }
+        capture = self.config.capture
+        settings["capture"] = self.cluster.issue != "host" if capture is None else capture
+        devices = range(self.cluster.num_devices)
+        return Child(
+            "placewright.backends.pytorch.client",
+            {
+                "places": [asdict(place) for place in self.places],
+                "direct": [[self.cluster.direct(a, b) for b in devices] for a in devices],
+                "ops": list(self.program.graph.op_names),
+                "resident_bytes": self.program.graph.resident_bytes.tolist(),
+                "settings": settings,
+            },
+            seconds=deadline - time.monotonic(),
+            files={
+                "step": json.dumps(step.to_json()).encode(),
+                "weights": save(weights) if weights else b"",
+                "feeds": feeds.getvalue(),
+            },
+            prefix=self._prefix,
+        )

@@ -1,0 +1,271 @@
+"""No lane may read memory that has been given out again: checked on what is issued, on no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from placewright.backends.pytorch.client import prepare
+from placewright.backends.pytorch.execution import Execution, Opened
+from placewright.backends.pytorch.lanes import Lanes, Ledger, OverLimitError
+from placewright.backends.pytorch.places import Place
+from placewright.backends.pytorch.steps import Call, Ref, Source, Step
+
+
+@dataclass
+class Log:
+    """Hardware that is not there: it writes down what happens, and what must come before it."""
+
+    counts: list[int]
+    waits: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(lane, its work so far, lane it waits for, that one's work so far)."""
+    lane: int = 0
+
+    def switch(self, lane: int) -> None:
+        self.lane = lane
+
+    def record(self, lane: int) -> Any:
+        return lane, self.counts[lane]
+
+    def wait(self, lane: int, event: Any) -> None:
+        self.waits.append((lane, self.counts[lane], *event))
+
+    def wait_for_host(self, lane: int, semaphore: int) -> None:
+        pass
+
+    def comes_after(self, lane: int, at: int, other: int, position: int) -> bool:
+        """Whether work number `at` of a lane can only run when the other lane has come so far."""
+        if lane == other:
+            return at > position or at == position
+        return any(
+            waiting == lane
+            and done < at
+            and (
+                (source == other and reached >= position)
+                or (source != lane and self.comes_after(source, reached, other, position))
+            )
+            for waiting, done, source, reached in self.waits
+        )
+
+
+class Counting(Lanes):
+    """Lanes that tell the log how far they are."""
+
+    def __init__(self, count: int, log: Log) -> None:
+        super().__init__(count, log)
+        self._log = log
+
+    def work(self, lane: int) -> int:
+        self._log.counts[lane] += 1
+        return super().work(lane)
+
+
+def test_a_wait_that_says_nothing_new_is_left_out() -> None:
+    log = Log([0] * 3)
+    lanes = Counting(3, log)
+    lanes.work(0)
+    mark = lanes.mark(0)
+    lanes.wait(1, mark)
+    lanes.wait(1, mark)
+    lanes.work(1)
+    lanes.wait(2, lanes.mark(1))
+    lanes.wait(2, mark)  # it came after it through lane 1
+    assert log.waits == [(1, 0, 0, 1), (2, 0, 1, 1)]
+
+
+def test_a_tensor_is_kept_until_its_owner_has_waited_for_its_readers() -> None:
+    lanes = Counting(2, Log([0] * 2))
+    ledger = Ledger(lanes, {0: 100}, {0: "gpu:0"})
+    lanes.work(0)
+    ledger.hold(0, 80)
+    lanes.wait(1, lanes.mark(0))
+    at = lanes.work(1)
+    ledger.release(0, object(), {0: 1, 1: at}, 0, 80)
+    assert ledger.live[0] == 80
+    lanes.wait(0, lanes.mark(1))
+    ledger.settle(0)
+    assert ledger.live[0] == 0
+    assert ledger.peak[0] == 80
+
+
+def test_where_memory_is_short_an_owner_waits_for_readers() -> None:
+    log = Log([0] * 2)
+    lanes = Counting(2, log)
+    ledger = Ledger(lanes, {0: 100}, {0: "gpu:0"})
+    ledger.hold(0, 80)
+    ledger.release(0, object(), {1: lanes.work(1)}, 0, 80)
+    ledger.hold(0, 60)
+    assert log.waits == [(0, 0, 1, 1)]
+    with pytest.raises(OverLimitError, match=r"gpu:0 has 100 B, and .* 110 B are needed"):
+        ledger.hold(0, 50)
+
+
+# --- whole steps ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Immediate(Log):
+    """Does everything at once, on the CPU, in the order in which it is issued."""
+
+    def wait_for_host(self, lane: int, semaphore: int) -> None:
+        ctypes.CDLL(None).sem_wait(ctypes.c_void_p(semaphore))
+
+    def synchronize(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        pass
+
+
+def places(names: str) -> list[Place]:
+    """`g` is a GPU or a part of one, `s` a stream of one that they share, `c` the CPU."""
+    streams = [number for number, name in enumerate(names) if name == "s"]
+    return [
+        Place(
+            number=number,
+            name=f"{name}{number}",
+            device="cpu" if name == "c" else "cpu:0",  # which is the CPU as well, for torch
+            pool=streams[0] if name == "s" else number,
+            memory_bytes=1 << 40,
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+def random_step(rng: random.Random, calls: int) -> Step:
+    """Sums, products, views and pieces of earlier values."""
+    sources = tuple(
+        Source(value=v, kind="input", name=str(v), shape=(4, 6), dtype="float32", op=v)
+        for v in range(3)
+    )
+    made: list[Call] = []
+    whole = [0, 1, 2]
+    for value in range(3, 3 + calls):
+        kind = rng.choice(("add", "mul", "relu", "view", "split"))
+        a, b = (Ref(rng.choice(whole)) for _ in range(2))
+        how: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "add": ("aten.add.Tensor", (a, b)),
+            "mul": ("aten.mul.Tensor", (a, b)),
+            "relu": ("aten.tanh.default", (a,)),
+            "view": ("aten.view.default", (a, (4, 6))),
+            "split": ("aten.cat.default", ((a, b),)),
+        }
+        target, args = how[kind]
+        made.append(Call(value=value, target=target, args=args, kwargs={}, op=value))
+        if kind == "split":  # of a tensor with eight rows, the first four
+            made[-1] = Call(
+                value=value, target="aten.slice.Tensor", args=(a, 0, 0, 4), kwargs={}, op=value
+            )
+        whole.append(value)
+    return Step(
+        num_values=3 + calls,
+        sources=sources,
+        calls=tuple(made),
+        results=(2 + calls, 1 + calls),
+    )
+
+
+class Accesses(TorchDispatchMode):
+    """Who touches which memory, seen from below: every op that torch runs, on the lane of the
+    moment."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log
+        self.made: dict[int, tuple[int, int]] = {}
+        """Address -> who made what lies there."""
+        self.of: dict[int, list[tuple[int, int]]] = {}
+        """Address -> (lane, position) of each op that read or wrote there."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        lane = self.log.lane
+        if lane < 0:
+            return result
+        now = self.log.counts[lane]
+        taken = {address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = {address(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)} - taken
+        for memory in taken & self.made.keys():
+            assert self.log.comes_after(lane, now, *self.made[memory])
+        for memory in made:
+            self.made[memory] = (lane, now)
+        for memory in taken | made:
+            self.of.setdefault(memory, []).append((lane, now))
+        return result
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Checked(Ledger):
+    """Checks each memory that is given back against everybody who has touched it."""
+
+    accesses: Accesses
+    freed = 0
+
+    def _check(self, owner: int, tensors: list[Any]) -> None:
+        log = self.accesses.log
+        for tensor in tensors:
+            for lane, position in (
+                self.accesses.of.pop(address(tensor), ()) if tensor is not None else ()
+            ):
+                Checked.freed += 1
+                assert log.comes_after(owner, log.counts[owner] + 1, lane, position)
+
+    def release(self, owner: int, tensor: Any, uses: Any, pool: int, size: int) -> None:
+        before = len(self._waiting.get(owner, ()))
+        super().release(owner, tensor, uses, pool, size)
+        if len(self._waiting.get(owner, ())) == before:
+            self._check(owner, tensor)
+
+    def settle(self, owner: int) -> None:
+        before = list(self._waiting.get(owner, ()))
+        super().settle(owner)
+        kept = {id(held) for held in self._waiting.get(owner, ())}
+        for held in before:
+            if id(held) not in kept:
+                self._check(owner, held.tensor)
+
+
+@pytest.mark.parametrize("names", ["gg", "ss", "gc", "ssc", "ggcc", "ggggc", "cc"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
+    names: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(names)
+    module = "placewright.backends.pytorch.execution"
+    monkeypatch.setattr(f"{module}.Lanes", Counting)
+    monkeypatch.setattr(f"{module}.Ledger", Checked)
+    Checked.freed = 0
+    for _ in range(12):
+        step = random_step(rng, 14)
+        at = places(names)
+        log = Immediate([0] * 2)
+        opened = Opened(at, log)
+        try:
+            prepared = prepare(step, {}, [0] * step.num_values, opened)
+            op_places = [rng.randrange(len(at)) for _ in range(step.num_values)]
+            allowed = [[direct] * len(at)] * len(at)
+            execution = Execution(prepared, opened, op_places, direct=allowed)
+            for _ in range(2):
+                log.counts[:], log.lane = [0] * opened.num_lanes, -1
+                log.waits.clear()
+                Checked.accesses = Accesses(log)
+                with Checked.accesses:
+                    execution.run()
+                log.lane = -1
+                for got, wanted in zip(execution.results(), prepared.learned.results, strict=True):
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+        finally:
+            opened.close()
+    assert Checked.freed > 20 or names == "cc"

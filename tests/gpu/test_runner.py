@@ -1,0 +1,225 @@
+"""Placements on a real GPU: its streams, its parts and the CPU beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import placewright.backends as backends
+from placewright.backends.base import LoadOptions
+from placewright.backends.pytorch import TorchRunConfig
+from placewright.backends.pytorch.client import executed, prepare
+from placewright.backends.pytorch.execution import Opened
+from placewright.backends.pytorch.exporting import Inputs
+from placewright.backends.pytorch.places import places_of
+from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
+from placewright.backends.pytorch.runner import TorchRunner
+from placewright.cluster import Cluster, chosen
+from placewright.errors import WorkerError
+from placewright.measurement import Outcome
+
+pytestmark = pytest.mark.gpu
+
+STREAMS = ["cuda:0/stream:0-3"]
+PARTS = ["cuda:0/part:0-3", "cpu"]
+CONFIG = TorchRunConfig(steps=4, max_steps=4, check=True, tf32=False, time_limit_seconds=60.0)
+
+
+def cluster_of(names: Sequence[str], **how: object) -> Cluster:
+    return chosen(names, issue="none", **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def rnnlm() -> TorchProgram:
+    return backends.get("pytorch").load("rnnlm", LoadOptions(scale="small"))  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def inception() -> TorchProgram:
+    return backends.get("pytorch").load("inception_v3", LoadOptions(scale="small"))  # type: ignore[return-value]
+
+
+def placements(program: TorchProgram, devices: int, count: int = 2) -> list[list[int]]:
+    rng = random.Random(0)
+    ops = range(program.graph.num_ops)
+    return [[0 for _ in ops], *([rng.randrange(devices) for _ in ops] for _ in range(count))]
+
+
+@pytest.mark.parametrize(
+    ("names", "how"),
+    [
+        (STREAMS, {}),
+        (PARTS, {"through_host": True, "sms": 32}),
+        (PARTS, {"through_host": False, "sms": 8}),
+        (["cuda:0", "cpu"], {}),
+    ],
+    ids=["streams", "parts-host", "parts-direct", "gpu-cpu"],
+)
+@pytest.mark.parametrize("capture", [True, False], ids=["captured", "eager"])
+def test_every_placement_trains_alike(
+    inception: TorchProgram, names: list[str], how: dict[str, object], capture: bool
+) -> None:
+    cluster = cluster_of(names, **how)
+    config = dataclasses.replace(CONFIG, capture=capture)
+    with TorchRunner(inception, cluster, config) as runner:
+        losses = []
+        for devices in placements(inception, cluster.num_devices):
+            run = runner.measure(devices, train_steps=4)
+            assert run.measurement.ok, run.measurement.reason
+            assert run.returned is not None
+            losses.append(run.returned["loss"])
+        for other in losses[1:]:
+            assert other == pytest.approx(losses[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("names", [STREAMS, PARTS], ids=["streams", "parts"])
+def test_a_trace_tells_when_and_where_everything_ran(rnnlm: TorchProgram, names: list[str]) -> None:
+    cluster = cluster_of(names)
+    with TorchRunner(rnnlm, cluster, CONFIG) as runner:
+        devices = placements(rnnlm, cluster.num_devices, 1)[1]
+        run = runner.measure(devices, traces=1)
+        assert run.measurement.ok, run.measurement.reason
+        assert run.trace is not None
+        index = rnnlm.graph.op_index
+        assert all(devices[index[name]] == at for name, at in run.trace.device_of.items())
+        last = max(span.end for span in run.trace.spans)
+        assert 0 < last <= 2.0 * max(run.trace.step_seconds) + 1e-3
+        assert all(span.begin <= span.end + 1e-6 for span in run.trace.spans)
+
+
+def test_parts_are_disjoint_and_equal() -> None:
+    """Four products at once take hardly longer on four parts than one on one."""
+    cluster = cluster_of(["cuda:0/part:0-3"], sms=32)
+    opened = Opened(places_of(cluster))
+    x = torch.randn(2048, 2048, device="cuda")
+    streams = [opened.hardware.streams[opened.lane(p, 0)] for p in range(4)]
+
+    def seconds(used: int) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for stream in streams[:used]:
+            with torch.cuda.stream(stream):
+                for _ in range(20):
+                    x @ x
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seconds(4)
+    one, four = min(seconds(1) for _ in range(5)), min(seconds(4) for _ in range(5))
+    # On one set of multiprocessors, four would take four times as long.
+    assert four < 2.5 * one
+
+
+def test_links_take_time_and_more_for_more_bytes() -> None:
+    program = read_program(TorchModel(torch.nn.Linear(8, 8), Inputs((torch.ones(2, 8),))))
+    with TorchRunner(program, cluster_of(PARTS, through_host=True), CONFIG) as runner:
+        found = runner.time_links((1 << 12, 1 << 24))
+    assert found
+    for times in found.values():
+        assert times[1] > 4 * times[0] > 0
+
+
+class Tall(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [x * float(i) for i in range(8)]
+        return torch.stack(rows).sum()
+
+
+def test_more_than_a_part_has_is_an_outcome() -> None:
+    program = read_program(TorchModel(Tall(), Inputs((torch.ones(1 << 20),))))
+    small = cluster_of(["cuda:0/part:0-1"], sms=32)
+    small = dataclasses.replace(
+        small,
+        devices=tuple(dataclasses.replace(d, memory_bytes=40_000_000) for d in small.devices),
+    )
+    with TorchRunner(program, small, CONFIG) as runner:
+        run = runner.measure([0] * program.graph.num_ops)
+        assert run.measurement.outcome is Outcome.OUT_OF_MEMORY, run.measurement
+        assert runner.restarts == 0
+
+
+def test_memory_that_another_process_takes_is_an_outcome_and_no_end() -> None:
+    program = read_program(TorchModel(Tall(), Inputs((torch.ones(1 << 25),))))
+    with TorchRunner(program, cluster_of(["cuda:0"]), CONFIG) as runner:
+        runner.start()
+        taken = torch.empty(
+            torch.cuda.mem_get_info()[0] - (400 << 20), dtype=torch.int8, device="cuda"
+        )
+        devices = [0] * program.graph.num_ops
+        run = runner.measure(devices)
+        assert run.measurement.outcome is Outcome.OUT_OF_MEMORY, run.measurement
+        del taken
+        torch.cuda.empty_cache()
+        run = runner.measure(devices)
+        assert run.measurement.ok, run.measurement
+
+
+def test_killed_and_stopped_processes_are_replaced_and_leave_no_memory(
+    rnnlm: TorchProgram,
+) -> None:
+    before = torch.cuda.mem_get_info()[0]
+    config = dataclasses.replace(CONFIG, time_limit_seconds=3.0)
+    with TorchRunner(rnnlm, cluster_of(STREAMS), config) as runner:
+        devices = [0] * rnnlm.graph.num_ops
+        assert runner.measure(devices).measurement.ok
+        os.kill(runner.pids[0], signal.SIGKILL)
+        time.sleep(0.3)
+        assert runner.measure(devices).measurement.ok
+        os.kill(runner.pids[0], signal.SIGSTOP)
+        assert runner.measure(devices).measurement.outcome is Outcome.TIMED_OUT
+        assert runner.measure(devices).measurement.ok
+    time.sleep(1.0)
+    assert torch.cuda.mem_get_info()[0] > before - (1 << 28)
+
+
+def test_an_assertion_on_the_gpu_is_said_and_harms_nobody_else() -> None:
+    """An index out of range is an assertion on the GPU, after which nothing works there."""
+
+    class Lookup(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 8)
+
+        def forward(self, rows: torch.Tensor, add: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.table(rows + add)
+            return found
+
+    rows, add = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    program = read_program(TorchModel(Lookup(), Inputs((rows, add))))
+    cluster = cluster_of(["cuda:0/stream:0-1"])
+    with TorchRunner(program, cluster, CONFIG) as runner:
+        devices = [0] * program.graph.num_ops
+        assert runner.measure(devices).measurement.ok
+    runner = TorchRunner(program, cluster, CONFIG, feeds={"1": add.numpy() + 9})
+    with runner, pytest.raises(WorkerError, match="did not start"):
+        runner.measure(devices)
+
+
+def test_steps_captured_on_streams_equal_the_module_bit_by_bit() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3)
+    ).eval()
+    x = torch.randn(4, 3, 32, 32)
+    program = read_program(TorchModel(model, Inputs((x,))))
+    assert program.step is not None
+    cluster = cluster_of(STREAMS)
+    opened = Opened(places_of(cluster))
+    given = {**program.weights(), "0": x}
+    prepared = prepare(program.step, given, [0] * program.graph.num_ops, opened)
+    direct = [[True] * 4] * 4
+    one = executed(prepared, opened, [0] * program.graph.num_ops, direct, True)
+    one.step()
+    for devices in placements(program, 4, 4)[1:]:
+        execution = executed(prepared, opened, devices, direct, True)
+        for _ in range(50):
+            execution.step()
+        for got, wanted in zip(execution.results(), one.results(), strict=True):
+            assert torch.equal(got, wanted)
