@@ -179,12 +179,13 @@ class SimulatedSearch:
 
     def _result(self, progress: Progress) -> Result:
         methods = progress.results()
-        ranges: dict[Placement, StepRange] = {}
-        with contextlib.suppress(Stopped):
-            ranges = self._patiently(
-                functools.partial(self._ranges, progress), _GRACE_AT_THE_END_SECONDS
-            )
         found = [m.best for m in methods if m.best is not None and m.best.measurement.ok]
+        ranges: dict[Placement, StepRange] = {}
+        if found:
+            with contextlib.suppress(Stopped):
+                ranges = self._patiently(
+                    functools.partial(self._ranges, progress), _GRACE_AT_THE_END_SECONDS
+                )
         first = min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
         bound, proven = self._bound(progress, first)
         if ranges:
