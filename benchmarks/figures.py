@@ -69,6 +69,71 @@ def training(rows: Sequence[Row], path: Path) -> None:
         axes.legend()
 
 
+_SEARCHES = {
+    "reinforce": ("#888888", "reinforce"),
+    "ppo": ("#2c8a3e", "ppo"),
+    "local-search": ("#7a4fa3", "local search"),
+    "ppo warm": ("#1f6fb2", "ppo, simulated first"),
+    "simulate+measure": ("#d1651a", "simulate+measure"),
+    "auto": ("#111111", "auto"),
+}
+"""Colour and label of each search with real runs."""
+
+
+def rewards(runs: Sequence[Row], updates: Sequence[Row], path: Path) -> None:
+    """Learning on real rewards, a column for each case: the best run so far over runs and over
+    seconds, each policy's mean, its entropy and the share of its samples that failed."""
+    if not runs:
+        return
+    cases = list(dict.fromkeys((r["model"], r["machine"], r["partitions"]) for r in runs))
+    figure = _figure(3.6 * len(cases), 10.0)
+    if figure is None:
+        return
+    axes = figure.subplots(4, len(cases), squeeze=False)
+    for column, case in enumerate(cases):
+        by_run, by_second, entropy, failures = axes[:, column]
+        for method, (colour, label) in _SEARCHES.items():
+            mine = [r for r in _of_case(runs, case, method) if r["best_seconds"] != ""]
+            best = [1000 * float(r["best_seconds"]) for r in mine]
+            for panel, what in ((by_run, "trial"), (by_second, "seconds")):
+                times = [float(r[what]) for r in mine]
+                panel.step(times, best, where="post", color=colour, label=label)
+            learned = _of_case(updates, case, method)
+            at = [float(r["trials"]) for r in learned if r["step_seconds_mean"] != ""]
+            means = [1000 * float(r["step_seconds_mean"]) for r in learned
+                     if r["step_seconds_mean"] != ""]  # fmt: skip
+            by_run.plot(at, means, color=colour, linewidth=0.8, linestyle=":")
+            for panel, what in ((entropy, "entropy"), (failures, "failure_share")):
+                known = [r for r in learned if r[what] != ""]
+                panel.plot(
+                    [float(r["trials"]) for r in known],
+                    [float(r[what]) for r in known],
+                    color=colour, label=label,
+                )  # fmt: skip
+        model, machine, partitions = case
+        name = f"{model}, {partitions} GPUs ({machine})" if int(partitions) else model
+        by_run.set(title=name, xlabel="real runs (dotted: mean of a policy's samples)",
+                   yscale="log")  # fmt: skip
+        by_second.set(xlabel="seconds of search", yscale="log")
+        entropy.set(xlabel="real runs", ylim=(0, None))
+        failures.set(xlabel="real runs", ylim=(-0.02, 1.02))
+        if not column:
+            by_run.legend(fontsize=7)
+            for panel, text in zip(
+                axes[:, 0],
+                ("best so far, ms per step", "best so far, ms per step",
+                 "entropy of a choice, nats", "share of samples that failed"),
+                strict=True,
+            ):  # fmt: skip
+                panel.set_ylabel(text)
+    _save(figure, path)
+
+
+def _of_case(rows: Sequence[Row], case: tuple[Any, ...], method: str) -> list[Row]:
+    keys = ("model", "machine", "partitions")
+    return [r for r in rows if tuple(r[k] for k in keys) == case and r["method"] == method]
+
+
 def _panels(
     rows: Sequence[Row], path: Path, width: float
 ) -> Iterator[tuple[str, Any, Sequence[Row]]]:

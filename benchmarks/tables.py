@@ -35,6 +35,8 @@ class Source(NamedTuple):
 def source(name: str) -> Source:
     # The benchmarks are imported where they are needed: some need packages that are optional.
     part, _, rest = name.partition("-")
+    if name.startswith("paper-gpu-"):
+        return _paper_gpu(name.removeprefix("paper-gpu-"))
     if part == "paper":
         return _paper(rest)
     if part == "placers":
@@ -137,6 +139,26 @@ def _paper(rest: str) -> Source:
         "links": Source("paper/links.csv", paper.links_table),
         "runs": Source("paper/runs.csv", paper.runs_table),
     }
+    return sources[rest]
+
+
+def _paper_gpu(rest: str) -> Source:
+    from benchmarks import gpu_tables as made
+
+    sources = {
+        "main": Source("paper_gpu/paper_gpu.csv", made.main_table),
+        "short": Source("paper_gpu/paper_gpu.csv", made.short_table),
+        "details": Source("paper_gpu/paper_gpu.csv", made.details_table),
+        "rewards": Source(
+            "paper_gpu/runs_of_searches.csv", made.rewards_table, "rewards.svg",
+            "Measured step times over the real runs of each search",
+        ),
+        "analysis": Source("paper_gpu/analysis.csv", made.analysis_table),
+        "training": Source(
+            "paper_gpu/training.csv", made.training_table, "training.svg", "The loss over time"
+        ),
+        "where": Source("paper_gpu/where.csv", made.where_table),
+    }  # fmt: skip
     return sources[rest]
 
 

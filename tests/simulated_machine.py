@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from placewright.backends.base import Input, Run, RunConfig, Trace
+from placewright.backends.base import Input, Run, RunConfig, Trace, Transfer
 from placewright.cluster import Cluster
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Graph, frozen
@@ -60,6 +60,7 @@ class SimulatedRunner(contextlib.ExitStack):
         best_seconds: float | None = None,
         traces: int = 0,
         adaptive: bool = True,
+        train_steps: int = 0,
     ) -> Run:
         self.runs.append(tuple(int(device) for device in devices))
         measurement = self.true(devices)
@@ -76,14 +77,29 @@ class SimulatedRunner(contextlib.ExitStack):
             trace = Trace(
                 op_seconds=dict(zip(names, op_seconds.tolist(), strict=True)),
                 device_of=dict(zip(names, self.runs[-1], strict=True)),
+                transfers=self._transfers(devices),
                 step_seconds=seconds[:1],
             )
+        if train_steps:
+            seconds = (mean,) * (train_steps - 1)
+        losses = tuple(1.0 / (1 + step) for step in range(train_steps))
         return Run(
             measurement=Measurement(
                 outcome=measurement.outcome, step_seconds=seconds, peak_bytes=measurement.peak_bytes
             ),
             trace=trace,
+            returned={"loss": losses} if train_steps else None,
         )
+
+    def _transfers(self, devices: Sequence[int]) -> tuple[Transfer, ...]:
+        """The first from each device to each other, called as the runners call them."""
+        graph, names = self.truth.graph, self.cluster.device_names
+        found: dict[str, Transfer] = {}
+        for source, target in zip(graph.edge_src, graph.edge_dst, strict=True):
+            if devices[source] != devices[target]:
+                way = f"({names[devices[source]]} -> {names[devices[target]]})"
+                found.setdefault(way, Transfer(f"{graph.op_names[source]} {way}", 4, 1e-4))
+        return tuple(found.values())
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         cluster, demand = self.cluster, self.truth.costs.demand

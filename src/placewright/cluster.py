@@ -80,6 +80,9 @@ class DeviceKind:
     chip_bandwidth: float = 0.0
     """Bytes per second of the memory of the whole chip, for a kind whose devices are parts of one
     and cannot draw all of it; 0 where that is `memory_bandwidth`."""
+    pinned_bytes: int | None = None
+    """How much of the memory can be pinned (page-locked), which weights have to be that travel from
+    there; None for all of it."""
 
     def __post_init__(self) -> None:
         what = f"device kind {self.name!r}"
@@ -92,6 +95,10 @@ class DeviceKind:
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
             raise ClusterError(f"memory of {what} must be positive, not {self.memory_bytes}")
+        if self.pinned_bytes is not None and self.pinned_bytes < 0:
+            raise ClusterError(
+                f"pinned memory of {what} must not be negative, not {self.pinned_bytes}"
+            )
         if self.slots < 1:
             raise ClusterError(f"slots of {what} must be at least 1, not {self.slots}")
         for name, share in self.efficiency.items():
@@ -117,12 +124,25 @@ class Device:
     name: str
     kind: DeviceKind
     memory_bytes: int
+    pinned_bytes: int | None = None
+    """As in the kind; None for what the kind says."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes <= 0:
             raise ClusterError(
                 f"memory of device {self.name!r} must be positive, not {self.memory_bytes}"
             )
+        if self.pinned_bytes is not None and self.pinned_bytes < 0:
+            raise ClusterError(
+                f"pinned memory of device {self.name!r} must not be negative, not "
+                f"{self.pinned_bytes}"
+            )
+
+    @property
+    def pinnable_bytes(self) -> int:
+        """How much of the memory can be pinned."""
+        own = self.kind.pinned_bytes if self.pinned_bytes is None else self.pinned_bytes
+        return self.memory_bytes if own is None else min(own, self.memory_bytes)
 
     @property
     def type(self) -> str:
@@ -488,7 +508,12 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
         "name": cluster.name,
         "kinds": {kind.name: _kind_document(kind) for kind in cluster.kinds},
         "devices": [
-            {"name": device.name, "kind": device.kind.name, "memory": device.memory_bytes}
+            {
+                "name": device.name,
+                "kind": device.kind.name,
+                "memory": device.memory_bytes,
+                **({} if device.pinned_bytes is None else {"pinned": device.pinned_bytes}),
+            }
             for device in cluster.devices
         ],
         "switches": list(cluster.switches),
@@ -527,6 +552,7 @@ def _kind_document(kind: DeviceKind) -> dict[str, Any]:
         ),
         **({"sms": kind.sms} if kind.sms else {}),
         **({"chip_bandwidth": kind.chip_bandwidth} if kind.chip_bandwidth else {}),
+        **({} if kind.pinned_bytes is None else {"pinned": kind.pinned_bytes}),
     }
 
 
@@ -564,7 +590,7 @@ def _cluster(document: object, where: str) -> Cluster:
     devices = []
     _not_more(len(_list(fields.get("devices"), "'devices'")), _MOST_DEVICES, "devices")
     for entry in fields["devices"]:
-        data = _fields(entry, "a device", {"name", "kind", "memory"})
+        data = _fields(entry, "a device", {"name", "kind", "memory", "pinned"})
         name = _node(data.get("name"), "the name of a device")
         kind_name = _string(data.get("kind"), f"'kind' of device {name!r}")
         if kind_name not in kinds:
@@ -575,7 +601,12 @@ def _cluster(document: object, where: str) -> Cluster:
         kind = kinds[kind_name]
         memory = data.get("memory", kind.memory_bytes)
         devices.append(
-            Device(name=name, kind=kind, memory_bytes=_bytes(memory, f"memory of {name!r}"))
+            Device(
+                name=name,
+                kind=kind,
+                memory_bytes=_bytes(memory, f"memory of {name!r}"),
+                pinned_bytes=_optional_bytes(data.get("pinned"), f"pinned memory of {name!r}"),
+            )
         )
     links = []
     for entry in _list(fields.get("links", []), "'links'"):
@@ -635,7 +666,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "gap", "efficiency", "cache", "cache_bandwidth", "sms", "chip_bandwidth",
+            "gap", "efficiency", "cache", "cache_bandwidth", "sms", "chip_bandwidth", "pinned",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
@@ -675,6 +706,7 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
             chip_bandwidth=_quantity(
                 data.get("chip_bandwidth", 0.0), _RATES, f"chip_bandwidth of {what}"
             ),
+            pinned_bytes=_optional_bytes(data.get("pinned"), f"pinned memory of {what}"),
         )
     return result
 
@@ -792,6 +824,10 @@ def _bytes(value: object, what: str) -> int:
     if not abs(size) < 2**60:
         raise ClusterError(f"{what} must be a size that a machine can have, not {value!r:.40}")
     return int(size)
+
+
+def _optional_bytes(value: object, what: str) -> int | None:
+    return None if value is None else _bytes(value, what)
 
 
 def _positive(value: float, what: str) -> None:

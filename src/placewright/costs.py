@@ -384,7 +384,7 @@ def same_devices(found: Cluster, cluster: Cluster) -> bool:
 def with_own_limits(found: Cluster, cluster: Cluster) -> Cluster:
     """The user's own limits on memory stay."""
     devices = tuple(
-        dataclasses.replace(device, memory_bytes=own.memory_bytes)
+        dataclasses.replace(device, memory_bytes=own.memory_bytes, pinned_bytes=own.pinned_bytes)
         for device, own in zip(found.devices, cluster.devices, strict=True)
     )
     return dataclasses.replace(found, devices=devices)

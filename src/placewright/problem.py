@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -33,6 +33,15 @@ from placewright.grouping import (
     each_op,
     group,
     matching_groups,
+)
+from placewright.homes import (
+    Homes,
+    Visits,
+    default_window,
+    hands_out_weights,
+    owners,
+    split,
+    untied,
 )
 
 FORMAT = "placewright-problem/1"
@@ -104,6 +113,9 @@ class Problem:
     units: Grouping | None = None
     """The smallest sets of ops that may be placed separately, where there is more to it than
     co-location: what the user wants together. Every group is made of whole units."""
+    homes: Homes | None = None
+    """That weights may be elsewhere than who reads them, and how they travel; None where a weight
+    on another device is sent like any other tensor."""
 
     def __post_init__(self) -> None:
         if len(self.grouping.group_of) != self.graph.num_ops:
@@ -177,6 +189,7 @@ class Problem:
             costs=self.costs,
             forbidden=forbidden,
             units=units,
+            homes=self.homes,
         )
 
     def lifted(self, devices: IndexArray) -> IndexArray:
@@ -213,6 +226,8 @@ class Problem:
         parts = (self.graph, self.grouping, self.cluster, self.costs)
         digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode())
         digest.update(np.ascontiguousarray(self.forbidden).tobytes())
+        if self.homes is not None:
+            digest.update(f"window {self.homes.window_bytes}".encode())
         return digest.hexdigest()[:16]
 
     def save(self, path: str | Path) -> None:
@@ -227,6 +242,8 @@ class Problem:
         }
         if self.units is not None:
             document["units"] = self.units.to_json(self.graph)
+        if self.homes is not None:
+            document["homes"] = {"window_bytes": self.homes.window_bytes}
         write_json(path, document, PlacementError)
 
     @staticmethod
@@ -254,6 +271,7 @@ class Problem:
             units=Grouping.from_json(document["units"], graph, where=where)
             if "units" in document
             else None,
+            homes=_homes_from_json(document.get("homes"), where),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -322,6 +340,45 @@ class Problem:
         np.add.at(totals, self.grouping.group_of, self.graph.resident_bytes)
         return frozen(totals)
 
+    @cached_property
+    def visits(self) -> Visits | None:
+        """What may have to travel from its home; None without homes."""
+        return None if self.homes is None else Visits.of(self.graph, self.grouping, self.homes)
+
+    def pinned_bytes(self, devices: IndexArray) -> IntArray:
+        """[B, D] memory that a host has to pin: of the weights that are at home there, those read
+        where there is another memory. `devices` is [B, G]."""
+        result = np.zeros((len(devices), self.num_devices), dtype=np.int64)
+        visits = self.visits
+        if visits is None or not len(visits):
+            return result
+        hosts = np.array([device.type == "cpu" for device in self.cluster.devices])
+        holder, sizes, reading, starts = self._weight_readers
+        pools = self.cluster.pool_of_device[devices]
+        home = pools[:, holder]
+        weight = np.repeat(np.arange(len(holder)), np.diff(np.append(starts, len(reading))))
+        away = np.logical_or.reduceat(pools[:, reading] != home[:, weight], starts, axis=1)
+        for device in np.flatnonzero(hosts):
+            result[:, device] = np.where(away & (home == device), sizes, 0).sum(axis=1)
+        return result
+
+    @cached_property
+    def _weight_readers(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Of W weights that other groups read, in P pairs with these: ([W] group of the weight, [W]
+        bytes, [P] reading group, [W] where the pairs of each begin)."""
+        visits, graph = self.visits, self.graph
+        assert visits is not None
+        group_of = self.grouping.group_of.astype(np.int64)
+        of = np.repeat(visits.tensor, np.diff(visits.offsets)).astype(np.int64)
+        pairs = np.unique(np.stack([of, group_of[visits.reader]]), axis=1)
+        tensors, starts = np.unique(pairs[0], return_index=True)
+        return (
+            group_of[graph.tensor_producer[tensors]],
+            graph.tensor_bytes[tensors],
+            pairs[1],
+            starts,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemConfig:
@@ -345,6 +402,13 @@ class ProblemConfig:
     costs: tuple[Costs | str | Path, ...] = ()
     """A costs file with measured times. In Python, also `Costs`. Of several, the last one that
     knows an op counts; the links are those of the last file that has any of this cluster."""
+    homes: bool | None = None
+    """Weights have a home of their own: they may be in the memory of another device than the one
+    that computes with them, and travel in each step. By default where they do not fit into the
+    accelerators."""
+    window: int | None = None
+    """How many bytes of weights may be on their way to a device, or there and still needed, at a
+    time. By default one and a half times what a typical group reads."""
 
 
 def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = None) -> Problem:
@@ -355,7 +419,7 @@ def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = 
         if not isinstance(given, Costs):
             cluster = calibrated_cluster(given, cluster)
     tables = [c if isinstance(c, Costs) else Costs.load(c, graph) for c in config.costs]
-    return Problem(
+    problem = Problem(
         graph=graph,
         grouping=grouping,
         cluster=cluster,
@@ -363,6 +427,60 @@ def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = 
         forbidden=_forbidden(graph, grouping, cluster, config),
         units=_units(graph, config),
     )
+    wanted = needs_homes(graph, cluster) if config.homes is None else config.homes
+    if config.window is not None and not wanted:
+        raise PlacementError(
+            "a `window` is for weights with homes of their own, which nobody asked for and which "
+            f"{graph.name!r} does not need on {cluster.name!r}; give homes=True"
+        )
+    return with_homes(problem, config.window) if wanted else problem
+
+
+def needs_homes(graph: Graph, cluster: Cluster) -> bool:
+    """Whether the weights do not fit into the accelerators that are there beside a host."""
+    beside = [device.memory_bytes for device in cluster.devices if device.type != "cpu"]
+    if not beside or len(beside) == cluster.num_devices or not hands_out_weights(graph):
+        return False
+    return int(graph.resident_bytes.sum()) > sum(beside)
+
+
+def with_homes(problem: Problem, window_bytes: int | None = None) -> Problem:
+    """The same problem where weights have homes of their own: its groups are each split in two, and
+    its ops keep their names and numbers. One that has homes gets another window.
+
+    `window_bytes` is how much of the weights may be on their way to a device, or there and still
+    needed, at a time.
+    """
+    if problem.homes is not None:
+        window = window_bytes or default_window(problem.graph, problem.grouping)
+        return replace(problem, homes=Homes(window_bytes=window))
+    graph = untied(problem.graph)
+    grouping, part_of = split(problem.graph, problem.grouping)
+    units = problem.units
+    # Nobody issues a weight.
+    overhead = np.where(owners(graph), 0.0, problem.costs.overhead_seconds)
+    return Problem(
+        graph=graph,
+        grouping=grouping,
+        cluster=problem.cluster,
+        costs=replace(problem.costs, overhead_seconds=frozen(overhead)),
+        forbidden=frozen(problem.forbidden[part_of])
+        if problem.forbidden.size
+        else problem.forbidden,
+        units=None if units is None else split(problem.graph, units)[0],
+        homes=Homes(
+            window_bytes=default_window(graph, grouping) if window_bytes is None else window_bytes
+        ),
+    )
+
+
+def _homes_from_json(document: object, where: str) -> Homes | None:
+    if document is None:
+        return None
+    window = document.get("window_bytes") if isinstance(document, dict) else None
+    if isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 2**60:
+        raise PlacementError(f"{where}: 'homes' must be {{'window_bytes': a positive number}}")
+    return Homes(window_bytes=window)
 
 
 def _units(graph: Graph, config: ProblemConfig) -> Grouping | None:

@@ -18,8 +18,9 @@ from placewright.costs import estimate_costs
 from placewright.errors import PlacementError, WorkerError
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
-from placewright.graph import Edge, Graph, Op, Tensor, frozen
+from placewright.graph import Edge, Graph, Op, Tensor, Work, frozen
 from placewright.grouping import Grouping, each_op
+from placewright.homes import Homes
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.placers.base import Placer
@@ -180,6 +181,7 @@ def random_problem(
     contention: bool = False,
     issue: str | None = None,
     chips: bool = False,
+    homes: bool = False,
 ) -> Problem:
     """A small problem with everything the simulator knows, and with many things at the same time.
 
@@ -189,7 +191,8 @@ def random_problem(
     with `gaps`, links are free again before what they carried has arrived; with `contention`,
     devices slow each other down; with `issue`, ops have to be issued, by whom it says (see
     `Cluster.issue`); with `chips`, devices are streams or partitions of the same chip, links relay,
-    and where the host or nobody issues, devices may keep to the program's order.
+    and where the host or nobody issues, devices may keep to the program's order; with `homes`,
+    there are weights that may be elsewhere than their readers, and hosts that can pin little.
     """
     rng = np.random.default_rng(seed)
     more = np.random.default_rng([seed, 1])  # so that the rest is the same with and without
@@ -208,6 +211,9 @@ def random_problem(
         kinds[0] = replace(kinds[0], type=str(more.choice(["cpu", "type0"])))
         kinds = [replace(kind, slots=min(kind.slots, int(more.integers(1, 4)))) for kind in kinds]
     graph = _random_graph(rng, kinds, int(rng.integers(1, max_ops + 1)))
+    if homes:
+        kinds[0] = replace(kinds[0], type="cpu")
+        graph = _with_weights(more, graph)
     total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
     count = int(rng.integers(1, max_devices + 1))
     memory_bytes = rng.integers(total // 6 + 1, total + 2, size=count)
@@ -255,7 +261,35 @@ def random_problem(
         costs = replace(
             costs, overhead_seconds=frozen(overhead_seconds), gap_seconds=frozen(gap_seconds)
         )
-    return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
+    if not homes:
+        return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
+    devices = tuple(
+        replace(device, pinned_bytes=int(more.integers(0, 2 * int(graph.param_bytes.sum()) + 1)))
+        for device in cluster.devices
+    )
+    return Problem(
+        graph=graph, grouping=grouping, cluster=replace(cluster, devices=devices), costs=costs,
+        homes=Homes(window_bytes=int(more.integers(1, int(graph.param_bytes.sum()) + 2))),
+    )  # fmt: skip
+
+
+def _with_weights(rng: np.random.Generator, graph: Graph) -> Graph:
+    """The graph with a few weights, each read by some of its ops; now and then it takes a moment
+    until one is there."""
+    ops, edges = [*graph.ops()], [*graph.edges()]
+    weights: list[Op] = []
+    for i in range(int(rng.integers(1, 7))):
+        size = int(rng.integers(1, 9)) * 256
+        seconds = int(rng.integers(1, 9)) / 1024 if rng.random() < 0.2 else 0.0
+        weights.append(
+            Op(
+                name=f"weight{i}", type="parameter", outputs=(Tensor(size),), param_bytes=size,
+                seconds=dict.fromkeys(graph.measured_seconds, seconds), work=Work.NONE,
+            )
+        )  # fmt: skip
+        readers = rng.choice(len(ops), size=min(len(ops), int(rng.integers(1, 6))), replace=False)
+        edges += [Edge(f"weight{i}", ops[reader].name) for reader in readers.tolist()]
+    return Graph.from_ops("random", [*weights, *ops], edges)
 
 
 def _random_graph(rng: np.random.Generator, kinds: Sequence[DeviceKind], count: int) -> Graph:

@@ -6,6 +6,10 @@
     placed = plan.apply(model)
 
 `place` does both. The devices are this machine's, or those of a cluster file.
+
+    fast = placewright.torch.accelerate(model, inputs)  # one GPU: fused, on streams, captured
+
+`torch.compile(model, backend="placewright")` does the same once this module is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright import chips
+from placewright.acceleration import AccelerateConfig, accelerate, compile_backend
 from placewright.backends import check_here
 from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
@@ -43,9 +48,13 @@ from placewright.simulator import lower_bounds
 from placewright.units import parse_duration
 
 __all__ = [
-    "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload", "TorchModel", "Workload",
-    "generation", "load", "load_checkpoint", "offload", "place", "plan", "plan_offload",
+    "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
+    "TorchModel", "Workload", "accelerate", "generation", "load", "load_checkpoint", "offload",
+    "place", "plan", "plan_offload",
 ]  # fmt: skip
+
+if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(compile_backend, name="placewright")
 
 _WORTH = 1.02
 """Several devices that are not faster than one by this factor are not worth their transfers."""

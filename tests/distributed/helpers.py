@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -120,3 +124,36 @@ def until(condition: Callable[[], object], seconds: float = 90.0) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came"
         time.sleep(0.05)
+
+
+# Checkpoints come so often that there is one when the driver is killed.
+DRIVER = """
+import sys
+import placewright.session.search
+from placewright.cli import main
+placewright.session.search._CHECKPOINT_SECONDS = 0.2
+main(sys.argv[1:])
+"""
+
+
+@contextmanager
+def driver(
+    *arguments: str | Path, stderr: IO[bytes] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*prefix, sys.executable, "-c", DRIVER, *map(str, arguments)]
+    # A session of its own, so that signals reach its whole process group, as from a terminal.
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=stderr
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)

@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,8 @@ import pytest
 
 from placewright.cli import main
 from placewright.distributed import guard, session
-from tests.distributed.helpers import processes, until
-
-# Checkpoints come so often that there is one when the driver is killed.
-DRIVER = """
-import sys
-import placewright.session.search
-from placewright.cli import main
-placewright.session.search._CHECKPOINT_SECONDS = 0.2
-main(sys.argv[1:])
-"""
-
-
-@pytest.fixture
-def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """More placements than any test tries."""
-    monkeypatch.chdir(tmp_path)
-    ops = [{"name": f"op{i}", "type": f"t{i}", "seconds": {"gpu": 0.01}} for i in range(16)]
-    path = tmp_path / "graph.json"
-    path.write_text(json.dumps({"ops": ops, "edges": []}))
-    return path
-
-
-@contextmanager
-def driver(*arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", DRIVER, *map(str, arguments)]
-    # A session of its own, so that signals reach its whole process group, as from a terminal.
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def gone(pids: list[int]) -> bool:
-    return not any(Path(f"/proc/{pid}/exe").exists() for pid in pids)
+from tests.distributed.helpers import driver, gone, lines, processes, until
+from tests.sockets import LOOPBACK, listening
 
 
 def test_a_killed_driver_leaves_nothing_and_is_resumed(graph: Path) -> None:
@@ -111,27 +73,6 @@ def test_the_guard_ends_who_belongs_to_ray_and_nobody_else(tmp_path: Path) -> No
         for process in held:
             process.kill()
             process.communicate()
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses at which a process takes connections, as the kernel writes them."""
-    sockets = set()
-    try:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):  # closed meanwhile
-                sockets.add(os.readlink(file))
-        found = []
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    found.append(fields[1].rpartition(":")[0])
-        return found
-    except OSError:  # ended meanwhile
-        return []
-
-
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
 def test_nobody_gets_into_ray_and_ctrl_c_leaves_nothing_but_the_best(

@@ -23,6 +23,7 @@ class Outcome:
     overflow_device: int = -1
     overflow_tensors: list[int] = field(default_factory=list)
     overflow_bytes: list[int] = field(default_factory=list)
+    pinned_bytes: list[int] = field(default_factory=list)
     op_start: dict[int, float] = field(default_factory=dict)
     op_end: dict[int, float] = field(default_factory=dict)
     op_slot: dict[int, int] = field(default_factory=dict)
@@ -39,6 +40,16 @@ class Item:
     tensor: int
     bytes: int
     consumers: list[int]
+
+
+@dataclass
+class Visit:
+    """A weight that comes to a device for these readers, all of them if they are there."""
+
+    tensor: int
+    owner: int
+    bytes: int
+    readers: list[int]
 
 
 class Reference:
@@ -67,11 +78,18 @@ class Reference:
         self.follower: dict[int, int] = {}
         """Op -> the next one on its device, where devices keep to the program's order."""
         if cluster.in_order:
-            for op, device in enumerate(self.device):
-                later = [n for n in range(op + 1, graph.num_ops) if self.device[n] == device]
-                if later:
-                    self.follower[op] = later[0]
-                    self.missing[later[0]] += 1
+            for number in range(cluster.num_devices):
+                mine = [
+                    op
+                    for op, device in enumerate(self.device)
+                    if device == number
+                    # What is there from the start waits for nobody.
+                    and (self.missing[op] or problem.busy_seconds[device, op] > 0)
+                ]
+                for op, following in itertools.pairwise(mine):
+                    self.follower[op] = following
+                for op in mine[1:]:
+                    self.missing[op] += 1
         self.stored: dict[tuple[int, int, int], float] = {}
         """(op, tensor, memory) -> when a tensor that is relayed is there."""
         self.out = Outcome()
@@ -107,6 +125,21 @@ class Reference:
         """The first device with the same memory."""
         self.holders: list[dict[int, list[object]]] = [{} for _ in cluster.devices]
         """Device -> buffer -> whoever holds it."""
+        self.visits = _visits(problem)
+        self.visit_of = {
+            (visit.tensor, reader): number
+            for number, visit in enumerate(self.visits)
+            for reader in visit.readers
+        }
+        self.coming: list[list[int]] = [
+            [v for v, visit in enumerate(self.visits) if self.remote_readers(visit, d)]
+            for d in range(cluster.num_devices)
+        ]
+        """Device -> visits still to be sent there."""
+        self.on_the_way = [-1] * cluster.num_devices
+        self.window: list[dict[int, set[int]]] = [{} for _ in cluster.devices]
+        """Device -> visit that is there or on the way -> readers that are not done."""
+
         self.used = [0] * cluster.num_devices
         for op, size in enumerate(graph.resident_bytes.tolist()):
             self.used[self.pool[self.device[op]]] += size
@@ -122,6 +155,62 @@ class Reference:
         self.due = [0.0] * len(self.servers)
         """When the first in the queue ends, by the clock of its chip."""
 
+    # --- weights that travel ---
+
+    def remote_readers(self, visit: Visit, device: int) -> list[int]:
+        """Those that have the memory of this device, where that is not the home."""
+        if self.pool[self.device[visit.owner]] == device:
+            return []
+        return [op for op in visit.readers if self.pool[self.device[op]] == device]
+
+    def travels(self, tensor: int, reader: int) -> bool:
+        """Whether a weight has to come from elsewhere for this reader."""
+        number = self.visit_of.get((tensor, reader), -1)
+        if number < 0:
+            return False
+        return self.pool[self.device[self.visits[number].owner]] != self.pool[self.device[reader]]
+
+    def send_next(self, device: int, now: float) -> None:
+        if self.on_the_way[device] >= 0 or not self.coming[device]:
+            return
+        number = self.coming[device][0]
+        visit = self.visits[number]
+        held = [self.visits[other] for other in self.window[device]]
+        assert self.problem.homes is not None
+        fits = visit.bytes + sum(o.bytes for o in held) <= self.problem.homes.window_bytes
+        if not fits and any(other.readers[0] != visit.readers[0] for other in held):
+            return
+        self.coming[device].pop(0)
+        self.on_the_way[device] = number
+        readers = self.remote_readers(visit, device)
+        self.window[device][number] = set(readers)
+        item = Item(visit.owner, visit.tensor, visit.bytes, readers)
+        channel, arrival = self.over_the_link(item, device, now, kept=False)
+        self.push(arrival, ARRIVAL, channel, (number, device))
+        for reader in readers:
+            self.hold(visit.tensor, device, ("used by", reader, visit.tensor), number)
+
+    def arrive_home(self, number: int, device: int, now: float) -> list[int]:
+        ready = []
+        for reader in self.remote_readers(self.visits[number], device):
+            self.missing[reader] -= 1
+            if not self.missing[reader] and reader < self.issued:
+                ready.append(reader)
+        self.on_the_way[device] = -1
+        self.send_next(device, now)
+        return ready
+
+    def let_go(self, op: int, now: float) -> None:
+        device, room = self.pool[self.device[op]], False
+        for number, readers in [*self.window[device].items()]:
+            if op in readers:
+                readers.remove(op)
+                if not readers:
+                    del self.window[device][number]
+                    room = True
+        if room:
+            self.send_next(device, now)
+
     # --- memory ---
 
     def buffer(self, tensor: int) -> int:
@@ -130,6 +219,9 @@ class Reference:
 
     def size(self, buffer: int, device: int) -> int:
         graph = self.problem.graph
+        if buffer >= graph.num_tensors:
+            visit = self.visits[buffer - graph.num_tensors]
+            return 0 if self.pool[self.device[visit.owner]] == device else visit.bytes
         producer = int(graph.tensor_producer[buffer])
         if self.pool[self.device[producer]] == device:
             return 0 if graph.resident_bytes[producer] > 0 else int(graph.tensor_bytes[buffer])
@@ -137,20 +229,22 @@ class Reference:
             int(graph.tensor_bytes[t]) for t in range(graph.num_tensors) if self.buffer(t) == buffer
         )
 
-    def hold(self, tensor: int, device: int, who: object) -> None:
+    def hold(self, tensor: int, device: int, who: object, visit: int = -1) -> None:
         if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
             return
-        buffer, device = self.buffer(tensor), self.pool[device]
+        buffer = self.buffer(tensor) if visit < 0 else self.problem.graph.num_tensors + visit
+        device = self.pool[device]
         if buffer not in self.holders[device]:
             self.holders[device][buffer] = []
             self.used[device] += self.size(buffer, device)
             self.out.peak_bytes[device] = max(self.out.peak_bytes[device], self.used[device])
         self.holders[device][buffer].append(who)
 
-    def release(self, tensor: int, device: int, who: object) -> None:
+    def release(self, tensor: int, device: int, who: object, visit: int = -1) -> None:
         if tensor < 0 or self.problem.graph.tensor_bytes[tensor] == 0:
             return
-        buffer, device = self.buffer(tensor), self.pool[device]
+        buffer = self.buffer(tensor) if visit < 0 else self.problem.graph.num_tensors + visit
+        device = self.pool[device]
         self.holders[device][buffer].remove(who)
         if not self.holders[device][buffer]:
             del self.holders[device][buffer]
@@ -168,8 +262,12 @@ class Reference:
             if self.used[d] > min([device.memory_bytes, *shared]):
                 sizes = [(-self.size(buffer, d), buffer) for buffer in self.holders[d]]
                 largest = sorted(pair for pair in sizes if pair[0] < 0)[:3]
+                count = self.problem.graph.num_tensors
                 self.out.overflow_device = d
-                self.out.overflow_tensors = [buffer for _, buffer in largest]
+                self.out.overflow_tensors = [
+                    buffer if buffer < count else self.visits[buffer - count].tensor
+                    for _, buffer in largest
+                ]
                 self.out.overflow_bytes = [-size for size, _ in largest]
                 return
 
@@ -292,14 +390,23 @@ class Reference:
         )
 
     def send(self, item: Item, target: int, now: float) -> None:
+        channel, arrival = self.over_the_link(item, target, now)
+        self.push(arrival, ARRIVAL, channel, (item, target))
+        self.hold(item.tensor, self.device[item.producer], ("sent to", target, item.tensor))
+
+    def over_the_link(
+        self, item: Item, target: int, now: float, kept: bool = True
+    ) -> tuple[int, float]:
+        """The channel that hands it over, and when it arrives; `kept` is what lies where a way that
+        relays comes by, for others to take."""
         source = self.device[item.producer]
         routes, count = self.problem.cluster.routes, self.problem.num_devices
         first, end = routes.offsets[source * count + target : source * count + target + 2]
         channels = [int(c) for c in routes.channels[first:end]]
         if routes.relayed[source, target]:
             key = item.producer, item.tensor, int(routes.relay[source, target])
-            known = key in self.stored
-            arrival = self.stored.get(key, now)
+            known = kept and key in self.stored
+            arrival = self.stored[key] if known else now
             start = now
             if not known or len(channels) > 1:
                 start = max(arrival, self.channel_free[channels[1 if known else 0]])
@@ -310,7 +417,7 @@ class Reference:
                 begin = max(arrival, self.channel_free[channel])
                 self.channel_free[channel] = begin + float(routes.hop_gap_seconds[hop]) + moving
                 arrival = begin + float(routes.hop_latency_seconds[hop]) + moving
-                if hop == first:
+                if hop == first and kept:
                     self.stored[key] = arrival
             last = channels[-1]
         else:
@@ -326,8 +433,7 @@ class Reference:
         self.last_arrival[last] = arrival
         free = self.channel_free[last]
         self.out.transfers.append((item.tensor, source, target, now, start, free, arrival))
-        self.push(arrival, ARRIVAL, last, (item, target))
-        self.hold(item.tensor, source, ("sent to", target, item.tensor))
+        return last, arrival
 
     def deliver(self, item: Item, device: int) -> list[int]:
         ready = []
@@ -345,11 +451,20 @@ class Reference:
             asked = set()
             for consumer in item.consumers:
                 target = self.device[consumer]
+                if self.travels(item.tensor, consumer):
+                    continue
+                visit = self.visit_of.get((item.tensor, consumer), -1)
+                if visit >= 0 and target != device:  # who has the same memory has the weight
+                    self.hold(item.tensor, target, ("used by", consumer, item.tensor), visit)
+                    self.missing[consumer] -= 1
+                    if not self.missing[consumer] and consumer < self.issued:
+                        ready.append(consumer)
+                    continue
                 if target != device and target not in asked:
                     asked.add(target)
                     self.send(item, target, now)
                     self.packing += self.work(item, target)
-                self.hold(item.tensor, target, ("used by", consumer, item.tensor))
+                self.hold(item.tensor, target, ("used by", consumer, item.tensor), visit)
             if not (self.executors and self.problem.cluster.issued_apart[device]):
                 ready += self.deliver(item, device)
         if op == self.blocking:
@@ -358,10 +473,12 @@ class Reference:
         for tensor in self.outputs(op):
             self.release(tensor, device, ("made by", op, tensor))
         for item in self.inputs[op]:
-            self.release(item.tensor, device, ("used by", op, item.tensor))
+            visit = self.visit_of.get((item.tensor, op), -1)
+            self.release(item.tensor, device, ("used by", op, item.tensor), visit)
         queue = self.server_queue[server]
         assert queue.popleft() == op
         self.out.op_end[op] = now
+        self.let_go(op, now)
         if queue:
             self.out.op_start[queue[0]] = now
             self.due[server] = self.ends[queue[0]] + self.late[server]
@@ -382,6 +499,8 @@ class Reference:
 
     def run(self) -> Outcome:
         ready = [op for op, missing in enumerate(self.missing) if not missing]
+        for device in range(self.problem.num_devices):
+            self.send_next(device, 0.0)
         if self.host:
             ready = []
             self.issue_next(0.0)
@@ -419,13 +538,37 @@ class Reference:
             else:
                 assert isinstance(what, tuple)
                 now = time
-                ready = self.arrive(*what)
+                thing, target = what
+                is_item = isinstance(thing, Item)
+                ready = self.arrive(thing, target) if is_item else self.arrive_home(*what, now)
         assert len(self.out.op_end) == self.problem.graph.num_ops
         assert not any(self.holders)
+        assert not any(self.coming)
+        assert not any(self.window)
+        self.limit_pinned()
         self.out.peak_bytes = [self.out.peak_bytes[pool] for pool in self.pool]
         self.out.step_seconds = now
         self.stretch()
         return self.out
+
+    def limit_pinned(self) -> None:
+        """Weights that travel from a host are pinned there before the step."""
+        cluster, travel = self.problem.cluster, set()
+        for visit in self.visits:
+            home = self.device[visit.owner]
+            pools = {self.pool[self.device[reader]] for reader in visit.readers}
+            if pools != {self.pool[home]}:
+                travel.add((visit.tensor, home, visit.bytes))
+        for d, device in enumerate(cluster.devices):
+            if device.type == "cpu":
+                self.out.pinned_bytes.append(sum(size for _, home, size in travel if home == d))
+            else:
+                self.out.pinned_bytes.append(0)
+        for d in reversed(range(cluster.num_devices)):
+            if self.out.pinned_bytes[d] > cluster.devices[d].pinnable_bytes:
+                self.out.overflow_device = d
+                self.out.overflow_tensors = []
+                self.out.overflow_bytes = []
 
     def stretch(self) -> None:
         """Contention: time passes more slowly the more devices are busy."""
@@ -470,6 +613,37 @@ def _items(problem: Problem) -> list[list[Item]]:
         size = int(graph.tensor_bytes[tensor]) if tensor >= 0 else 0
         items[src].append(Item(src, tensor, size, sorted(consumers[src, tensor])))
     return items
+
+
+def _visits(problem: Problem) -> list[Visit]:
+    if problem.homes is None:
+        return []
+    graph, group_of = problem.graph, problem.grouping.group_of
+    fed = set(graph.edge_dst.tolist())
+    reads: dict[int, set[int]] = {}
+    for src, dst, tensor in zip(
+        graph.edge_src.tolist(), graph.edge_dst.tolist(), graph.edge_tensor.tolist(), strict=True
+    ):
+        owns = graph.resident_bytes[src] > 0 and src not in fed
+        if owns and tensor >= 0 and graph.tensor_bytes[tensor] and group_of[src] != group_of[dst]:
+            reads.setdefault(tensor, set()).add(dst)
+    visits = []
+    for tensor, readers in reads.items():
+        size, owner = int(graph.tensor_bytes[tensor]), int(graph.tensor_producer[tensor])
+        ordered = sorted(readers)
+        runs = [[ordered[0]]]
+        for before, reader in itertools.pairwise(ordered):
+            between = [
+                int(graph.tensor_bytes[other])
+                for other, ops in reads.items()
+                if any(before <= op <= reader for op in ops)
+            ]
+            if sum(between) <= problem.homes.window_bytes:
+                runs[-1].append(reader)
+            else:
+                runs.append([reader])
+        visits += [Visit(tensor, owner, size, run) for run in runs]
+    return sorted(visits, key=lambda visit: (visit.readers[0], visit.tensor))
 
 
 def simulate(

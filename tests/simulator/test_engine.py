@@ -55,6 +55,14 @@ def random_case(seed: int) -> Problem:
     )  # fmt: skip
 
 
+def case_with_homes(seed: int) -> Problem:
+    return random_problem(
+        seed, max_ops=20, max_groups=20, tight_memory=seed % 2 == 1, homes=True,
+        overhead=seed % 4 == 1, gaps=seed % 3 > 0, contention=seed % 5 > 3,
+        issue=(None, None, "device", "host", "none")[seed // 60 % 5], chips=seed % 7 > 4,
+    )  # fmt: skip
+
+
 def layered_problem(ops: int, width: int, cluster: Cluster | None = None) -> Problem:
     graph = layered_graph(ops, width)
     cluster = cluster or gpu_boards()
@@ -77,6 +85,7 @@ def check_against(reference: Reference, problem: Problem, rows: IndexArray) -> N
         expected = reference(problem, row.tolist())
         assert result.step_seconds[i] == expected.step_seconds
         assert result.peak_bytes[i].tolist() == expected.peak_bytes
+        assert result.pinned_bytes[i].tolist() == expected.pinned_bytes
         assert result.overflow_device[i] == expected.overflow_device
         count = len(expected.overflow_tensors)
         assert result.overflow_tensors[i, :count].tolist() == expected.overflow_tensors
@@ -88,6 +97,12 @@ def check_against(reference: Reference, problem: Problem, rows: IndexArray) -> N
 def test_equals_the_reference(reference: Reference, seed: int) -> None:
     problem = random_case(seed)
     check_against(reference, problem, placements(problem, seed, 4))
+
+
+@given(seeds)
+def test_equals_the_reference_with_weights_that_travel(reference: Reference, seed: int) -> None:
+    problem = case_with_homes(seed)
+    check_against(reference, problem, placements(problem, seed, 6))
 
 
 @pytest.mark.parametrize("cluster", ["k80x4", "h100x8", "cpu2"])
@@ -109,7 +124,17 @@ def test_equals_the_reference_in_any_order_of_ties(reference: Reference, seed: i
 
 @given(seeds)
 def test_timeline_equals_the_reference(reference: Reference, seed: int) -> None:
-    problem = random_case(seed)
+    check_timeline(reference, random_case(seed), seed)
+
+
+@given(seeds)
+def test_timeline_equals_the_reference_with_weights_that_travel(
+    reference: Reference, seed: int
+) -> None:
+    check_timeline(reference, case_with_homes(seed), seed)
+
+
+def check_timeline(reference: Reference, problem: Problem, seed: int) -> None:
     row = placements(problem, seed, 1)[0]
     expected = reference(problem, row.tolist())
     timeline = Simulator(problem).timeline(Placement.of(problem, row))
@@ -435,26 +460,37 @@ def test_devices_may_keep_to_the_order_of_the_program() -> None:
     assert timeline.step_seconds == 6.0
 
 
+def test_what_is_there_from_the_start_is_in_no_order() -> None:
+    ops = [
+        Op(name="slow", type="Op", seconds={"dev": 3.0}),
+        Op(name="waits", type="Op", seconds={"dev": 1.0}),
+        Op(name="parameter", type="Op", outputs=(Tensor(1),), seconds={"dev": 0.0}),
+        Op(name="reader", type="Op", seconds={"dev": 1.0}),
+    ]
+    edges = [Edge("slow", "waits", None), Edge("parameter", "reader")]
+    problem = make_problem(ops, edges, streams(3, in_order=True))
+    timeline = Simulator(problem).timeline(Placement.of(problem, [0, 1, 1, 2]))
+    assert timeline.op_start.tolist() == pytest.approx([0.0, 3.0, 0.0, 0.0])
+
+
 # --- compilation ---------------------------------------------------------------------------------
 
 
 def test_compiles_once_for_all_problems() -> None:
-    for seed in range(12):
+    for seed in range(24):
         made = random_problem(
-            seed,
-            contention=seed % 2 > 0,
-            issue=(None, "device", "host")[seed % 3],
-            chips=seed > 7,
-        )
+            seed, contention=seed % 2 > 0, issue=(None, "device", "host")[seed % 3],
+            chips=seed // 6 % 2 > 0, homes=seed >= 12,
+        )  # fmt: skip
         problem = pickle.loads(pickle.dumps(made))
         simulator = Simulator(problem)
         placement = Placement.of(problem, [0] * problem.num_groups)
         simulator.run(placement.devices[np.newaxis])
         simulator.timeline(placement)
     kernel: Any = simulate
-    # With a log and without: with contention, without, and where ops are issued; and where devices
-    # share a chip, with and without issuing.
-    assert len(kernel.signatures) == 10
+    # With a log and without: with contention, without, and where ops are issued; where devices
+    # share a chip, with and without issuing; and the same where weights travel.
+    assert len(kernel.signatures) == 14
 
 
 def test_without_a_place_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

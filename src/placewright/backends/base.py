@@ -179,6 +179,9 @@ class Run:
     number, such as the loss; where training was asked for."""
     foreign_load: float | None = None
     """Share of the cores that other processes took meanwhile, where that can be known."""
+    allocated_bytes: int | None = None
+    """What the framework's own allocator gave out on all GPUs for the step, beside what was there
+    before it, at most at a time; where it tells."""
 
 
 class Runner(Protocol):

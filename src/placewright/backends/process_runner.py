@@ -220,6 +220,7 @@ class ProcessRunner(ABC):
             overhead_seconds=answer.get("overhead_seconds", 0.0),
             returned=returned,
             foreign_load=foreign_load,
+            allocated_bytes=answer.get("allocated_bytes"),
         )
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:

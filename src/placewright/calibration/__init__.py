@@ -10,17 +10,25 @@ from placewright.calibration.accuracy import (
     Fidelity,
     check,
     fidelity,
+    pair_agreement,
     rank_correlation,
     why_distrusted,
 )
 from placewright.calibration.costs_file import Calibration
 from placewright.calibration.drift import Pace, Timed, in_turns
 from placewright.calibration.fitting import Correction, corrected, fit
-from placewright.calibration.pieces import LINK_BYTES, measure_links, op_table, with_demands
+from placewright.calibration.pieces import (
+    LINK_BYTES,
+    SPREAD,
+    measure_links,
+    op_table,
+    with_demands,
+)
 from placewright.calibration.whole import calibrate, varied_placements
 
 __all__ = [
     "LINK_BYTES",
+    "SPREAD",
     "Calibration",
     "Correction",
     "Fidelity",
@@ -34,6 +42,7 @@ __all__ = [
     "in_turns",
     "measure_links",
     "op_table",
+    "pair_agreement",
     "rank_correlation",
     "varied_placements",
     "why_distrusted",

@@ -51,6 +51,12 @@ class Fidelity:
         return self.of(order[: (len(order) + 1) // 2])
 
     @property
+    def fastest_quarter(self) -> Fidelity:
+        """What a search has to tell apart in the end."""
+        order = np.argsort(self.measured, kind="stable").tolist()
+        return self.of(order[: (len(order) + 3) // 4])
+
+    @property
     def error(self) -> float:
         """Mean absolute error as a share of the measured time."""
         truth = np.array(self.measured)
@@ -64,6 +70,16 @@ class Fidelity:
     @property
     def spearman(self) -> float:
         return rank_correlation(self.predicted, self.measured)
+
+    @property
+    def kendall(self) -> float:
+        """Of all pairs, the share that prediction and measurement order alike, less the others."""
+        return pair_agreement(self.predicted, self.measured)
+
+    @property
+    def kendall_repeated(self) -> float:
+        """The same of the passes."""
+        return pair_agreement(self.first, self.second)
 
 
 def fidelity(
@@ -144,6 +160,15 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     if x.std() == 0 or y.std() == 0:
         return math.nan
     return float(np.corrcoef(x, y)[0, 1])
+
+
+def pair_agreement(a: Sequence[float], b: Sequence[float]) -> float:
+    """Kendall's tau (b): of the pairs that are ordered in both, those ordered alike less the
+    others, where ties count as half a pair. NaN for fewer than two, or all equal."""
+    x = np.sign(np.subtract.outer(np.asarray(a), np.asarray(a)))
+    y = np.sign(np.subtract.outer(np.asarray(b), np.asarray(b)))
+    pairs = math.sqrt(float(np.abs(x).sum()) * float(np.abs(y).sum()))
+    return float((x * y).sum()) / pairs if pairs else math.nan
 
 
 def _ranks(values: FloatArray) -> FloatArray:

@@ -17,8 +17,13 @@ LINK_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Sizes of the tensors that links are timed with."""
 
 
+SPREAD = -1
+"""In place of a device's number: a run that uses several, as no single one has the memory."""
+
+
 def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
-    """Op times from traced runs: device number -> a run with everything (that can be) on it.
+    """Op times from traced runs: device number -> a run with everything (that can be) on it, or
+    `SPREAD` -> a run on several, whose times are taken as they are.
 
     The times are scaled, or given an equal share of what is missing for dispatching, so that those
     on that device add up to the step as it is without tracing. What several devices of a kind say
@@ -32,9 +37,11 @@ def op_table(problem: Problem, runs: Mapping[int, Run]) -> Costs:
         assert run.trace is not None
         traced = np.array([run.trace.op_seconds.get(name, np.nan) for name in graph.op_names])
         ran_on = np.array([run.trace.device_of.get(name, -1) for name in graph.op_names])
-        if cluster.devices[device].kind.slots == 1:
+        if device != SPREAD and cluster.devices[device].kind.slots == 1:
             own = ran_on == device
-            traced[own] = _as_long_as(traced[own], run.measurement.mean_seconds)
+            on_gpu = cluster.devices[device].type == "gpu" and cluster.in_order
+            adjusted = _without_events if on_gpu else _as_long_as
+            traced[own] = adjusted(traced[own], run.measurement.mean_seconds)
         for other in range(cluster.num_devices):
             k, on = int(cluster.kind_of_device[other]), ran_on == other
             total[k, on] += traced[on]
@@ -76,6 +83,17 @@ def _as_long_as(traced: FloatArray, step: float) -> FloatArray:
     if total > step:  # tracing itself takes time
         return traced * (step / total)
     return traced + (step - total) / len(traced)
+
+
+def _without_events(traced: FloatArray, step: float) -> FloatArray:
+    """The times between two events each, of which the events took an equal part of each."""
+    if traced.sum() <= step:
+        return _as_long_as(traced, step)
+    low, high = 0.0, float(traced.max())
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(traced - middle, 0).sum() > step else (low, middle)
+    return np.maximum(traced - high, 0.0)
 
 
 def measure_links(runner: Runner, cluster: Cluster) -> Cluster:

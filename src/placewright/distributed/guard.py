@@ -24,7 +24,8 @@ def processes_of(folder: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
-            if int(path.name) != os.getpid() and _belongs(path, folder):
+            # Whoever started Ray may be there still, and saves what it has.
+            if int(path.name) not in (os.getpid(), os.getppid()) and _belongs(path, folder):
                 found.append(int(path.name))
     return found
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from placewright.distributed import guard
+from placewright.distributed import guard, watch
 from placewright.distributed.config import TeamConfig, check_installed
 from placewright.errors import SearchError, WorkerError
 from placewright.machine import usable_cores
@@ -27,6 +27,10 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 
 _TOKEN = secrets.token_hex(32)
 """What processes of a Ray that is started here show each other."""
+
+_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+"""Without its head Ray would end this process after a minute, while results are being saved. That
+the head is gone is for us to notice (`watch`), and to say."""
 
 _ANSWER_SECONDS = 4.0
 """How long an address has to accept a connection, and then twice that to prove to be Ray."""
@@ -58,11 +62,14 @@ def ray_session(config: TeamConfig) -> Iterator[None]:
                 where = config.address or "this machine"
                 raise WorkerError(f"Ray on {where}: {_last_line(fault)}") from None
             _quiet()
+            node: Any = ray._private.worker._global_node
+            watch.begin(node.raylet_socket_name, node.gcs_address)
             # Ray puts its own handler, which ends the process at once.
             signal.signal(signal.SIGTERM, terminate)
             _check_room(config)
             yield
         finally:
+            watch.end()
             # A second Ctrl-C must not leave half of the processes behind.
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             try:
@@ -84,17 +91,24 @@ def _local() -> Iterator[dict[str, Any]]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", _TOKEN),
         guard.MARK: folder,
+        **_PATIENCE,
     }
-    watch = subprocess.Popen(
+    guarding = subprocess.Popen(
         # Isolated, as it needs nothing but Python; out of the reach of the terminal's Ctrl-C.
         [sys.executable, "-I", guard.__file__, folder],
         stdin=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    try:
+        with _settings(settings):
+            yield from _alone(folder)
+    finally:
+        guarding.communicate("" if watch.lost() else guard.DONE)
+
+
+def _alone(folder: str) -> Iterator[dict[str, Any]]:
+    """What Ray is told so that it stays on the loopback interface, for as long as that holds."""
     from ray._private import ray_constants
 
-    _reread_token()
     clusters = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # where Ray had been imported already
     try:
@@ -107,17 +121,27 @@ def _local() -> Iterator[dict[str, Any]]:
         }
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = clusters
+
+
+@contextlib.contextmanager
+def _settings(settings: Mapping[str, str]) -> Iterator[None]:
+    """What Ray and its processes read from the environment."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        _reread_settings()
+        yield
+    finally:
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
-        _reread_token()
-        watch.communicate(guard.DONE)
+        _reread_settings()
 
 
-def _reread_token() -> None:
-    """Ray reads from the environment how it authenticates when it is imported, and keeps that; it
-    may have been imported before, by whoever called us."""
+def _reread_settings() -> None:
+    """Ray reads the environment when it is imported, how it authenticates included, and keeps that;
+    it may have been imported before, by whoever called us."""
     import ray._raylet
 
     inside: Any = ray._raylet
@@ -143,7 +167,8 @@ def _joined(address: str) -> Iterator[dict[str, Any]]:
     else:
         found = address
     _check_answers(address, found)
-    yield {"address": found}
+    with _settings(_PATIENCE):
+        yield {"address": found}
 
 
 def _check_answers(given: str, address: str) -> None:
@@ -173,13 +198,10 @@ def _check_answers(given: str, address: str) -> None:
 
 def _check_room(config: TeamConfig) -> None:
     """Raises when the cluster can never hold the workers; Ray would wait for more machines."""
-    import ray
-
-    nodes: Any = ray.nodes
-    machines = [node["Resources"] for node in nodes() if node["Alive"]]
+    machines = _machines()
     each = {name: amount for name, amount in (config.resources or {}).items() if amount}
     wanted = config.all_workers
-    room = sum(_fitting(machine, each, wanted) for machine in machines)
+    room = machines_for(each, wanted)
     if room >= wanted:
         return
     for name, amount in each.items():
@@ -194,6 +216,20 @@ def _check_room(config: TeamConfig) -> None:
         f"{wanted} workers need {needs} each on one machine, the cluster's {len(machines)} "
         f"machines have room for {room}"
     )
+
+
+def _machines() -> list[Mapping[str, float]]:
+    """What each machine of the cluster has that is there by now."""
+    import ray
+
+    nodes: Any = ray.nodes
+    return [node["Resources"] for node in nodes() if node["Alive"]]
+
+
+def machines_for(each: Mapping[str, float], wanted: int) -> int:
+    """How many of the wanted workers the cluster's machines have room for."""
+    needs = {name: amount for name, amount in each.items() if amount}
+    return sum(_fitting(machine, needs, wanted) for machine in _machines())
 
 
 def _fitting(machine: Mapping[str, float], each: Mapping[str, float], most: int) -> int:

@@ -27,6 +27,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from placewright.budget import BATCH
+from placewright.distributed import watch
 from placewright.distributed.workers import Workers, why
 from placewright.errors import WorkerError
 from placewright.learning.checkpoints import LearnerState
@@ -262,13 +263,13 @@ class DistributedLearner(Placer):
                 seat.answers[placement] = trial.measurement
 
     def close(self) -> None:
+        actors = [seat.actor for seat in self._seats] + [self._server]
+        for actor in actors if not watch.lost() else ():
+            if actor is not None:
+                ray.kill(actor)
         for seat in self._seats:
-            if seat.actor is not None:
-                ray.kill(seat.actor)
             seat.actor = seat.ref = None
-        if self._server is not None:
-            ray.kill(self._server)
-            self._server = None
+        self._server = None
 
     def status(self) -> dict[str, float]:
         """What there is to watch besides learning."""
@@ -285,7 +286,7 @@ class DistributedLearner(Placer):
 
     def checkpoint(self, folder: Path) -> bool:
         states = [seat.state for seat in self._seats if seat.state is not None]
-        if self._server is None or not states:
+        if self._server is None or not states or watch.lost():
             return False
         self._mirror()
         self._learner.write_checkpoint(folder, states)
@@ -330,6 +331,7 @@ class DistributedLearner(Placer):
 
     def _listen(self) -> None:
         """Takes what controllers have to say, and begins their next turns."""
+        watch.check()
         if self._server is None and not all(seat.done for seat in self._seats):
             self._start_server()
         for seat in self._seats:
@@ -341,6 +343,7 @@ class DistributedLearner(Placer):
         turns = {seat.ref: seat for seat in self._seats if seat.ref is not None}
         if turns:
             ready, _ = ray.wait(list(turns), timeout=0 if self._trying else _LISTEN_SECONDS)
+            watch.check()
             if ready:
                 ready, _ = ray.wait(list(turns), num_returns=len(turns), timeout=0)
             for ref in ready:

@@ -15,7 +15,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from placewright.backends.base import Run
+from placewright.distributed import watch
 from placewright.distributed.config import TeamConfig
+from placewright.distributed.session import machines_for
 from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Outcome
@@ -57,9 +59,8 @@ class _Slot:
     """What it was asked last: to be ready, or to evaluate."""
     since: float = 0.0
     task: list[Request] = field(default_factory=list)
-    retry: deque[Request] = field(default_factory=deque)
-    """What its predecessor left: tried once more, by the new one, one at a time."""
     retrying: bool = False
+    """Whether its task is what another has left."""
     starting: bool = True
     starts: int = 0
 
@@ -70,8 +71,8 @@ Results = list[tuple[Placement, Run]]
 class Workers(Evaluator):
     """Workers, and what they are to try; in groups, one for each controller.
 
-    Each has one call at a time. What a worker had when it died or hung is given once more to the
-    one that takes its place; a placement that breaks that one, too, has failed.
+    Each has one call at a time. What a worker had when it died or hung is given once more to
+    whoever is free first, one at a time; a placement that breaks that one, too, has failed.
     """
 
     def __init__(
@@ -94,6 +95,10 @@ class Workers(Evaluator):
         groups = range(max(config.controllers, 1))
         self._queues: dict[int | None, deque[Request]] = {group: deque() for group in groups}
         self._queues[None] = deque()
+        self._retries: deque[Request] = deque()
+        self._resources = resources
+        self._waiting = False
+        """Whether it was said that there are too few machines at the moment."""
         self._group_of: dict[Placement, int] = {}
         self._dropped: set[_Slot] = set()
         self.replaced = 0
@@ -138,6 +143,7 @@ class Workers(Evaluator):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._queues[self._group_of.pop(request.placement, None)].append(request)
+        watch.check()
         self._dispatch()
 
     def collect(self, seconds: float) -> Results:
@@ -149,15 +155,18 @@ class Workers(Evaluator):
 
     @property
     def _is_busy(self) -> bool:
-        return any(slot.task or slot.retry for slot in self._slots) or any(self._queues.values())
+        waiting = self._retries or any(self._queues.values())
+        return bool(waiting) or any(slot.task for slot in self._slots)
 
     def _answers(self, seconds: float) -> Results:
         """What came in by now, or within so many seconds."""
+        watch.check()
         self._dispatch()
         of = {slot.ref: slot for slot in self._slots if slot.ref is not None}
         results: Results = []
         if of:
             done, _ = ray.wait(list(of), timeout=max(0.0, seconds))
+            watch.check()  # who died with it is nobody's fault
             if done:  # and all that are by now
                 done, _ = ray.wait(list(of), num_returns=len(of), timeout=0)
             for ref in done:
@@ -171,13 +180,13 @@ class Workers(Evaluator):
         self._group_of.clear()
         for queue in self._queues.values():
             queue.clear()
+        self._retries.clear()
         for slot in self._slots:
-            slot.retry.clear()
             if slot.task:
                 self._dropped.add(slot)
 
     def close(self) -> None:
-        for slot in self._slots:
+        for slot in self._slots if not watch.lost() else ():
             ray.kill(slot.actor)
         self._slots = []
 
@@ -201,9 +210,9 @@ class Workers(Evaluator):
                 slot.ref = slot.actor.run.remote(task)
 
     def _next_for(self, slot: _Slot) -> list[Request]:
-        slot.retrying = bool(slot.retry)
-        if slot.retry:
-            return [slot.retry.popleft()]
+        slot.retrying = bool(self._retries)
+        if self._retries:
+            return [self._retries.popleft()]
         for queue, sharers in (
             (self._queues[slot.group], sum(s.group == slot.group for s in self._slots)),
             (self._queues[None], len(self._slots)),
@@ -238,9 +247,27 @@ class Workers(Evaluator):
         for slot in list(self._slots):
             limit = _START_SECONDS if slot.starting else self._trial_seconds
             if slot.ref is not None and now - slot.since > limit:
+                if slot.starting and self._waits_for_a_machine():
+                    slot.since = now
+                    continue
                 reason = f"worker hangs: no answer in {limit:g} s"
                 results += self._replace(slot, reason, Outcome.TIMED_OUT)
         return results
+
+    def _waits_for_a_machine(self) -> bool:
+        """Whether the cluster has too few machines for all workers by now. One that joins, or comes
+        back, gets those that have none; until then the others do their work."""
+        if machines_for(self._resources, len(self._slots)) >= len(self._slots):
+            self._waiting = False
+            return False
+        if all(slot.starting for slot in self._slots):
+            raise WorkerError(
+                f"no machine of the Ray cluster has had room for a worker in {_START_SECONDS:g} s"
+            )
+        if not self._waiting:
+            self._waiting = True
+            logger.warning("some workers wait for a machine to join the cluster")
+        return True
 
     def _replace(self, slot: _Slot, reason: str, outcome: Outcome) -> Results:
         """Puts a new worker in a slot; gives back what failed for good."""
@@ -253,17 +280,17 @@ class Workers(Evaluator):
         elif slot.retrying:
             failed = slot.task
         else:
-            slot.retry.extendleft(reversed(slot.task))
+            self._retries.extendleft(reversed(slot.task))
         if slot.task:
             slot.starts = 0  # it had started well
         if slot.starts >= _MOST_STARTS:
-            failed += self._give_up(slot, reason)
+            self._give_up(slot, reason)
         else:
             self._start(slot)
         run = Run(measurement=Measurement(outcome=outcome, reason=reason))
         return [(request.placement, run) for request in failed]
 
-    def _give_up(self, slot: _Slot, reason: str) -> list[Request]:
+    def _give_up(self, slot: _Slot, reason: str) -> None:
         self._slots.remove(slot)
         logger.warning("worker %d could not be started: %s", slot.number, reason)
         if not self._slots:
@@ -271,7 +298,6 @@ class Workers(Evaluator):
         if not any(other.group == slot.group for other in self._slots):
             self._queues[None].extend(self._queues[slot.group])
             self._queues[slot.group].clear()
-        return list(slot.retry)
 
 
 def why(fault: BaseException) -> str:

@@ -103,6 +103,12 @@ def out_of_memory(problem: Problem, placement: Placement, simulation: Simulation
     """Which device runs out of memory, by how much, and what lies in it."""
     number = int(simulation.overflow_device[row])
     device = problem.cluster.devices[number]
+    pinned = int(simulation.pinned_bytes[row, number])
+    if pinned > device.pinnable_bytes:
+        return (
+            f"{device.name} would have to pin {format_bytes(pinned)} of weights that travel from "
+            f"there, can pin {format_bytes(device.pinnable_bytes)}"
+        )
     need, room = int(simulation.peak_bytes[row, number]), device.memory_bytes
     digits = 3
     while format_bytes(need, digits) == format_bytes(room, digits):

@@ -180,7 +180,9 @@ class LocalSearch(Placer):
         # By digest: what was tried again, or is to be, and the changes that wait for it.
         self._doubtful: dict[int, _Doubt] = {}
         self._rest = every_placement(problem)
-        self._memory = np.array([d.memory_bytes for d in problem.cluster.devices], dtype=np.int64)
+        devices = problem.cluster.devices
+        self._memory = np.array([d.memory_bytes for d in devices], dtype=np.int64)
+        self._pinnable = np.array([d.pinnable_bytes for d in devices], dtype=np.int64)
         # Placements that differ in no more groups than this count as nearly the same.
         self._nearly = problem.num_groups // 30
 
@@ -352,13 +354,17 @@ class LocalSearch(Placer):
 
     def _missing_bytes(self, devices: IndexArray, peak_bytes: tuple[int, ...]) -> IntArray:
         """[D] by how much the peak is over the memory; where nobody knows it, by how much the
-        variables and optimizer state are."""
+        variables and optimizer state are. And by how much more is to be pinned than can be."""
         if peak_bytes:
             peak = np.array(peak_bytes, dtype=np.int64)
         else:
             peak = np.zeros(self.problem.num_devices, dtype=np.int64)
             np.add.at(peak, devices, self.problem.group_resident_bytes)
-        return np.asarray(np.maximum(peak - self._memory, 0))
+        missing = np.maximum(peak - self._memory, 0)
+        if self.problem.homes is not None:
+            pinned = self.problem.pinned_bytes(devices[np.newaxis])[0]
+            missing += np.maximum(pinned - self._pinnable, 0)
+        return np.asarray(missing)
 
     def _keep(self, camp: _Camp, known: _Known) -> None:
         """Makes it an elite if it is good enough; of nearly the same, only the best is one."""

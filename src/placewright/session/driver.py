@@ -47,8 +47,8 @@ from placewright.stopping import never
 logger = logging.getLogger(__name__)
 
 NOTHING_SEARCHED = (
-    "nothing was searched: what the references took left no budget for it; the answer is the best of "
-    "them"
+    "nothing was searched: what the references took left no budget for it; the answer is the best "
+    "of them"
 )
 
 

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from placewright import methods as registry
 from placewright.backends.base import Run
 from placewright.budget import Budget
@@ -227,8 +229,19 @@ class RealRuns:
         """Computed before anything is known of real costs, as a user without measurements would."""
         for name in REFERENCES:
             (placer,) = registry.make([name], self.problem, seed=self.seed)
-            self.references[name] = placer.ask(self.problem.num_devices)
+            self.references[name] = self.without_twins(placer.ask(self.problem.num_devices))
             self.progress.expect(name)
+
+    def without_twins(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Of those with everything on one partition of a GPU, or on one of its streams, the first:
+        the others are the same hardware by other names."""
+        found: dict[object, Placement] = {}
+        for placement in placements:
+            device = self.problem.cluster.devices[placement.main_device]
+            twin = device.sharing and (device.chip, device.kind.name, device.memory_bytes)
+            alone = len(np.unique(placement.devices)) == 1
+            found.setdefault(twin if twin and alone else placement, placement)
+        return list(found.values())
 
     def unmeasured_references(self) -> list[tuple[Placement, str]]:
         waiting: dict[Placement, str] = {}

@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from placewright import methods as registry
-from placewright.backends.base import Runner
+from placewright.backends.base import Run, Runner
 from placewright.budget import Budget
 from placewright.calibration import (
     LINK_BYTES,
+    SPREAD,
     Calibration,
     corrected,
     measure_links,
@@ -124,20 +125,30 @@ class Rounds:
         problem = self.real.problem
         if self.runner is not None:
             self.runner.start()  # its time is none of the first run's
-        singles = [everything_on(problem, device) for device in range(problem.num_devices)]
-        runs = self.real.measure(
-            [(single, "single") for single in dict.fromkeys(singles)],
-            traces=self.config.rounds.traces,
-        )
+        device_of: dict[Placement, int] = {}
+        for device in range(problem.num_devices):
+            device_of.setdefault(everything_on(problem, device), device)
+        singles = self.real.without_twins(list(device_of))
+        runs = self._traced(singles, "single")
         traced = {
-            device: runs[single]
-            for device, single in enumerate(singles)
+            device_of[single]: runs[single]
+            for single in singles
             if single in runs and runs[single].trace is not None
         }
+        kinds = problem.cluster.kind_of_device
+        if len({int(kinds[device]) for device in traced}) < len(problem.cluster.kinds):
+            # Too large for one device: then of what a person would spread over several.
+            for spread, run in self._traced(self.real.references["expert"], "expert").items():
+                if run.trace is not None and len(np.unique(spread.devices)) > 1:
+                    traced[SPREAD] = run
         table = op_table(problem, traced)
         found = Calibration(table=table, cluster=self._with_timed_links())
         # What was stopped in the middle is not kept: who goes on with the run begins this anew.
         return self._kept(found) if all(single in runs for single in singles) else found
+
+    def _traced(self, placements: Sequence[Placement], placer: str) -> dict[Placement, Run]:
+        wanted = [(placement, placer) for placement in placements]
+        return self.real.measure(wanted, traces=self.config.rounds.traces)
 
     def _with_timed_links(self) -> Cluster:
         cluster, runner = self.real.problem.cluster, self.runner

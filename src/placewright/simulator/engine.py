@@ -33,6 +33,7 @@ from placewright.simulator.kernel import (
     Log,
     Results,
     Scratch,
+    Streams,
     Tables,
     simulate,
 )
@@ -59,6 +60,9 @@ class Simulation:
     owns the memory; -1 where there are fewer."""
     overflow_bytes: IntArray
     """[B, 3] the memory each of them takes there."""
+    pinned_bytes: IntArray
+    """[B, D] memory that is pinned for weights that travel from there. Where that is more than can
+    be pinned, the device has run out of memory."""
 
     @property
     def ok(self) -> BoolArray:
@@ -72,11 +76,13 @@ class Simulator:
     def __init__(self, problem: Problem, *, threads: int | None = None) -> None:
         self.problem = problem
         self.threads = threads or int(cast(Any, numba).config.NUMBA_NUM_THREADS)
-        self.flow = Flow.of(problem.graph)
+        self.flow = Flow.of(problem.graph, problem.visits)
         self._tables = _tables(problem, self.flow)
         self._issuing = _issuing(problem)
         self._chips = _chips(problem)
+        self._streams = _streams(problem, self.flow)
         self._scratches: list[Scratch] = []
+        self._stream_states: list[Streams] = []
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,6 +124,8 @@ class Simulator:
         for row in np.flatnonzero(np.isinf(results.step_seconds)):
             failed_op[row] = self._first_failing_op(placements[row])
         tensor_of = np.append(self.flow.buffer_tensor, -1)
+        pinned = self.problem.pinned_bytes(placements)
+        self._limit_pinned(pinned, results)
         return Simulation(
             step_seconds=results.step_seconds,
             peak_bytes=results.peak_bytes,
@@ -125,7 +133,19 @@ class Simulator:
             overflow_device=results.overflow_device,
             overflow_tensors=tensor_of[results.overflow_buffers].astype(np.int32),
             overflow_bytes=results.overflow_bytes,
+            pinned_bytes=pinned,
         )
+
+    def _limit_pinned(self, pinned: IntArray, results: Results) -> None:
+        """Weights are pinned before the step, so that comes first."""
+        if self._streams is None:
+            return
+        limits = [device.pinnable_bytes for device in self.problem.cluster.devices]
+        over = (pinned > np.array(limits)) & np.isfinite(results.step_seconds)[:, np.newaxis]
+        rows = np.flatnonzero(over.any(axis=1))
+        results.overflow_device[rows] = over[rows].argmax(axis=1)
+        results.overflow_buffers[rows] = -1
+        results.overflow_bytes[rows] = 0
 
     def timeline(self, placement: Placement) -> Timeline:
         """Everything that happens in one step, also where memory does not suffice.
@@ -145,12 +165,12 @@ class Simulator:
             device = int(placements[0, self.problem.grouping.group_of[op]])
             raise PlacementError(why_not(self.problem, op, device))
         results = Results.of(1, self.problem.num_devices)
-        log = Log.of(self._tables)
-        scratch = self._borrowed()
+        log = Log.of(self._tables, self._streams)
+        scratch, streams = self._borrowed(), self._borrowed_streams()
         next_row = np.zeros(1, dtype=np.int64)
         simulate(
             self._tables, scratch, placements, next_row, results, log, self._working(),
-            self._issuing, self._chips,
+            self._issuing, self._chips, streams,
         )  # fmt: skip
         sent, changes = log.counts
         stretched = _stretching(log, self._tables)
@@ -172,12 +192,13 @@ class Simulator:
             transfer_start=stretched(log.use_start[log.sent[:sent]]),
             transfer_free=stretched(log.use_free[log.sent[:sent]]),
             transfer_end=stretched(log.use_end[log.sent[:sent]]),
+            transfer_cause=log.use_cause[log.sent[:sent]],
             change_seconds=stretched(log.change_seconds[:changes]),
             change_device=log.change_device[:changes],
             change_buffer=log.change_buffer[:changes],
             change_bytes=log.change_bytes[:changes],
         )
-        self._scratches.append(scratch)
+        self._give_back(scratch, streams)
         return recording
 
     def _helpers(self) -> ThreadPoolExecutor:
@@ -190,26 +211,43 @@ class Simulator:
     def _simulate(
         self, tables: Tables, placements: IndexArray, next_row: IntArray, results: Results
     ) -> None:
-        scratch = self._borrowed()
+        scratch, streams = self._borrowed(), self._borrowed_streams()
         simulate(
             tables, scratch, placements, next_row, results, None, self._working(), self._issuing,
-            self._chips,
+            self._chips, streams,
         )  # fmt: skip
-        # Kept for the next call: the system would have to clear fresh memory page by page, which
-        # takes up to a third of the time of a small batch.
-        self._scratches.append(scratch)
+        self._give_back(scratch, streams)
 
     def _working(self) -> IntArray | None:
         # With a contention of 0 it changes nothing. It is there all the same where ops are issued,
-        # or devices share a chip: so the kernel is compiled for that once, and not twice.
-        needed = self._tables.contention or self._issuing is not None or self._chips is not None
+        # devices share a chip, or weights travel: so the kernel is compiled for that once, and not
+        # twice.
+        parts = (self._issuing, self._chips, self._streams)
+        needed = self._tables.contention or any(part is not None for part in parts)
         return np.zeros(self.problem.num_devices, dtype=np.int64) if needed else None
+
+    def _borrowed_streams(self) -> Streams | None:
+        """The tables of what travels from its home, with working memory of its own."""
+        if self._streams is None:
+            return None
+        try:
+            return self._stream_states.pop()
+        except IndexError:
+            return self._streams.anew()
+
+    def _give_back(self, scratch: Scratch, streams: Streams | None) -> None:
+        """Kept for the next call: the system would have to clear fresh memory page by page, which
+        takes up to a third of the time of a small batch."""
+        self._scratches.append(scratch)
+        if streams is not None:
+            self._stream_states.append(streams)
 
     def _borrowed(self) -> Scratch:
         try:
             return self._scratches.pop()
         except IndexError:
-            return Scratch.of(self._tables, int(self.problem.cluster.routes.relay.max()) + 1)
+            memories = int(self.problem.cluster.routes.relay.max()) + 1
+            return Scratch.of(self._tables, memories, self._streams)
 
     def _checked(self, devices: npt.ArrayLike) -> IndexArray:
         array = np.asarray(devices)
@@ -293,12 +331,17 @@ class Recording:
     """[N] the op before it in the queue of its executor, N for the first, and where one thread
     issues all ops in their order."""
     transfer_use: IntArray
-    """[M] the first use each transfer serves, in the order they were asked for."""
+    """[M] the first use each transfer serves, in the order they were asked for. That of visit v to
+    device d has the number E + 1 + v * D + d, where there are E uses."""
     transfer_request: FloatArray
     transfer_start: FloatArray
     transfer_free: FloatArray
     """[M] when the channels are free for the next."""
     transfer_end: FloatArray
+    transfer_cause: IntArray
+    """[M] what let the weight of a visit start: op i, whose end made room for it, as i; the
+    transfer for use u before it as N + u; nothing, with the step, as -1. -1 for all that is no
+    visit."""
     change_seconds: FloatArray
     """[L]"""
     change_device: IndexArray
@@ -413,10 +456,12 @@ def _issuing(problem: Problem) -> Issuing | None:
 
 def _chips(problem: Problem) -> Chips | None:
     """None where no two devices share a chip, no link relays and no device keeps to the program's
-    order, so that no time is lost on it."""
+    order, so that no time is lost on it. Where weights travel there is always one: the kernel is
+    compiled for that once, and not twice."""
     cluster, routes = problem.cluster, problem.cluster.routes
     count = len(cluster.shared_chips)
-    if not count and not routes.relayed.any() and not cluster.in_order:
+    special = count or routes.relayed.any() or cluster.in_order
+    if not special and not problem.visits:
         return None
     slots = [device.kind.slots for device in cluster.devices]
     chip_of_server = np.repeat(cluster.chip_of_device, slots)
@@ -445,6 +490,36 @@ def _chips(problem: Problem) -> Chips | None:
         relay=routes.relay.astype(UINT).ravel(),
         in_order=cluster.in_order,
     )
+
+
+def _streams(problem: Problem, flow: Flow) -> Streams | None:
+    """None where no weight can be elsewhere than who reads it."""
+    visits = problem.visits
+    if visits is None or not len(visits):
+        return None
+    assert problem.homes is not None
+    # Reads of each op, by visit.
+    number = np.repeat(np.arange(len(visits)), np.diff(visits.offsets))
+    by_op = np.argsort(visits.reader, kind="stable")
+    edges = np.arange(problem.graph.num_ops + 1)
+    return Streams(
+        window=problem.homes.window_bytes,
+        owner=visits.owner.astype(UINT),
+        bytes=visits.bytes.copy(),
+        first=visits.first.astype(UINT),
+        offsets=visits.offsets.astype(UINT),
+        reader=visits.reader.astype(UINT),
+        read_offsets=np.searchsorted(visits.reader[by_op], edges).astype(UINT),
+        read_visit=number[by_op].astype(UINT),
+        of_use=np.where(flow.use_visit < 0, len(visits), flow.use_visit).astype(UINT),
+        first_buffer=len(flow.buffer_tensor) - len(visits),
+        left=np.zeros(0, dtype=np.int64),
+        next=np.zeros(0, dtype=np.int64),
+        on_the_way=np.zeros(0, dtype=np.bool_),
+        used=np.zeros(0, dtype=np.int64),
+        used_by_same=np.zeros(0, dtype=np.int64),
+        same=np.zeros(0, dtype=np.int64),
+    ).sized(problem.num_devices)
 
 
 def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]:

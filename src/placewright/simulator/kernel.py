@@ -158,6 +158,61 @@ class Chips(NamedTuple):
     """Whether each device starts its ops in the order of their numbers."""
 
 
+class Streams(NamedTuple):
+    """How weights travel from their homes: V visits with R reads. For each device one weight at a
+    time is on the way, in the order of visits, as long as the window has room."""
+
+    window: int
+    """Bytes that are on the way or there and still needed, on one device; or those of the weights
+    that a single op reads first."""
+    owner: Uints
+    """[V] the op whose device is the home."""
+    bytes: Ints
+    """[V]"""
+    first: Uints
+    """[V] the first op that reads it, on whatever device."""
+    offsets: Uints
+    """[V + 1] readers of each visit."""
+    reader: Uints
+    """[R]"""
+    read_offsets: Uints
+    """[N + 1] visits that each op reads."""
+    read_visit: Uints
+    """[R]"""
+    of_use: Uints
+    """[E] the visit that serves a use, V for what is no weight."""
+    first_buffer: int
+    """The buffer of visit 0."""
+    left: Ints
+    """[V * D] working memory: reads to come of each visit on each device but the home. All 0 after
+    a placement."""
+    next: Ints
+    """[D] working memory: the visit to come next, of those from here on."""
+    on_the_way: BoolArray
+    """[D] working memory: whether a weight is."""
+    used: Ints
+    """[D] working memory: bytes of the window."""
+    used_by_same: Ints
+    """[D] working memory: those of visits with the same first reader as the latest."""
+    same: Ints
+    """[D] working memory: that reader."""
+
+    def sized(self, devices: int) -> Streams:
+        """With working memory."""
+        return self._replace(
+            left=np.zeros(len(self.bytes) * devices, dtype=np.int64),
+            next=np.zeros(devices, dtype=np.int64),
+            on_the_way=np.zeros(devices, dtype=np.bool_),
+            used=np.zeros(devices, dtype=np.int64),
+            used_by_same=np.zeros(devices, dtype=np.int64),
+            same=np.zeros(devices, dtype=np.int64),
+        )
+
+    def anew(self) -> Streams:
+        """For another thread."""
+        return self.sized(len(self.next))
+
+
 class Scratch(NamedTuple):
     """Working memory for one placement at a time."""
 
@@ -215,10 +270,11 @@ class Scratch(NamedTuple):
     """[memories] when that is there."""
 
     @staticmethod
-    def of(tables: Tables, memories: int) -> Scratch:
+    def of(tables: Tables, memories: int, streams: Streams | None = None) -> Scratch:
         ops, uses, devices = len(tables.group_of), len(tables.uses), len(tables.memory)
         queues = tables.num_queues + tables.num_queues % 2
-        entries = np.zeros(ops + uses + 1, dtype=ENTRY)
+        on_the_way = 0 if streams is None else devices
+        entries = np.zeros(ops + uses + on_the_way + 1, dtype=ENTRY)
         entries["next"] = np.arange(1, len(entries) + 1)
         return Scratch(
             state=np.zeros(ops + 1, dtype=STATE),
@@ -285,6 +341,7 @@ class Log(NamedTuple):
     use_start: FloatArray
     use_free: FloatArray
     use_end: FloatArray
+    use_cause: IntArray
     change_seconds: FloatArray
     change_device: IndexArray
     change_buffer: IndexArray
@@ -297,9 +354,11 @@ class Log(NamedTuple):
     """[D] the last op given to each executor, N for none."""
 
     @staticmethod
-    def of(tables: Tables) -> Log:
+    def of(tables: Tables, streams: Streams | None = None) -> Log:
         ops, uses = len(tables.group_of), len(tables.uses)
         changes = 2 * (len(tables.own) + uses)  # whatever can allocate, and as many frees
+        if streams is not None:
+            uses += 1 + len(streams.left)
         return Log(
             op_ready=np.zeros(ops),
             op_start=np.zeros(ops),
@@ -315,6 +374,7 @@ class Log(NamedTuple):
             use_start=np.zeros(uses),
             use_free=np.zeros(uses),
             use_end=np.zeros(uses),
+            use_cause=np.full(uses, -1, dtype=np.int64),
             change_seconds=np.zeros(changes),
             change_device=np.zeros(changes, dtype=np.int32),
             change_buffer=np.zeros(changes, dtype=np.int32),
@@ -398,6 +458,7 @@ def simulate(
     working: Ints | None,
     issuing: Issuing | None,
     chips: Chips | None,
+    streams: Streams | None,
 ) -> None:
     """Simulates rows of `placements` and fills in the same rows of `results`, until `next_row`, a
     single number that several threads may share, is beyond the last.
@@ -406,7 +467,8 @@ def simulate(
     contention. numba compiles this anew for what is None: without a log, and with one for
     timelines; without contention, where counting would take a twentieth of the time, and with it;
     without `issuing`, where nothing is issued apart from computing; without `chips`, where no two
-    devices share one, no link relays and no device keeps to the program's order.
+    devices share one, no link relays and no device keeps to the program's order; without `streams`,
+    where no weight has a home of its own.
     """
     allowed = tables.allowed
     ops, uses, use_bytes = tables.ops, scratch.uses, tables.use_bytes
@@ -460,6 +522,8 @@ def simulate(
             state[op].device = placements[row, group_of[op]]
             state[op].waits_for = tables.waits_for[op]
         overflow = _reset_memory(tables, memory, chips)
+        if streams is not None:
+            _reset_streams(streams, state, num_devices, chips)
         # Loops and not slices here and below: slices would double the time to compile.
         for i in range(num_devices):
             latest_first[i] = num_uses
@@ -476,7 +540,7 @@ def simulate(
             for i in range(stored_first.size):
                 stored_first[i] = num_uses
             if chips.in_order:
-                _put_in_order(state, follower, latest_use, num_ops, num_devices)
+                _put_in_order(tables, state, follower, latest_use)
         now = 0.0
         dispatched = num_ops
         # All that happens while several devices are busy takes longer by the same share, so what
@@ -486,6 +550,13 @@ def simulate(
         packing = 0.0
         packer = UINT(0)
         cause = np.int64(-1)
+        if streams is not None:
+            # A weight is at home from the start.
+            for i in range(num_devices):
+                more, free = _send_next(
+                    streams, UINT(i), tables, scratch, memory, now, cause, free, log, chips
+                )
+                overflow |= more
         num_ready = UINT(sources.size)
         for i in range(num_ready):
             ready[i] = sources[i]
@@ -731,9 +802,18 @@ def simulate(
                     first = uses[use].first
                     buffer = uses[use].buffer
                     target = state[user].device
-                    if target == device:
+                    here = target == device
+                    if streams is not None and not here:
+                        # A weight is there for all that have its memory, and comes to others when
+                        # it is its turn.
+                        weight = streams.of_use[use] < streams.bytes.size
+                        here = weight and _pool(chips, target) == _pool(chips, device)
+                        if weight and not here:
+                            continue
+                    if here:
                         holders[buffer * num_devices + _pool(chips, device)] += 1
-                        if issuing is not None and not issuing.host and issuing.apart[device]:
+                        ahead = issuing is not None and not issuing.host and target == device
+                        if issuing is not None and ahead and issuing.apart[device]:
                             continue  # it could be issued as soon as this op was
                         waits_for = state[user].waits_for - 1
                         state[user].waits_for = waits_for
@@ -812,6 +892,12 @@ def simulate(
                     overflow |= _hold(memory, buffer, target, num_devices, now, log, chips)
                 for j in range(ops[op].released, ops[op + 1].released):
                     _release(memory, released[j], device, num_devices, now, log, chips)
+                if streams is not None and _let_go(streams, op, device, state, num_devices, chips):
+                    more, free = _send_next(
+                        streams, UINT(_pool(chips, device)), tables, scratch, memory, now, cause,
+                        free, log, chips,
+                    )  # fmt: skip
+                    overflow |= more
                 if not last:
                     op = entries[following].item
                     for j in range(ops[op].own, ops[op + 1].own):
@@ -828,7 +914,31 @@ def simulate(
                 buffer, device = entries[entry].buffer, entries[entry].device
                 entries[entry].next = free
                 free = entry
-                served = item
+                if streams is not None and item > num_uses:
+                    # A weight that has come from its home.
+                    visit = UINT((item - num_uses - UINT(1)) // num_devices)
+                    target = UINT((item - num_uses - UINT(1)) % num_devices)
+                    for i in range(streams.offsets[visit], streams.offsets[visit + UINT(1)]):
+                        user = streams.reader[i]
+                        if _pool(chips, state[user].device) == target:
+                            waits_for = state[user].waits_for - 1
+                            state[user].waits_for = waits_for
+                            ready[num_ready] = user
+                            if issuing is None:
+                                num_ready = UINT(num_ready + (waits_for == 0))
+                            else:
+                                num_ready = UINT(num_ready + (waits_for == 0 and user < next_issue))
+                                if log is not None and issuing.host and waits_for == 0:
+                                    log.op_ready[user] = now
+                                    log.op_cause[user] = cause
+                    streams.on_the_way[target] = False
+                    more, free = _send_next(
+                        streams, target, tables, scratch, memory, now, cause, free, log, chips
+                    )
+                    overflow |= more
+                    served = num_uses
+                else:
+                    served = item
                 while served != num_uses:
                     user = uses[served].op
                     waits_for = state[user].waits_for - 1
@@ -850,6 +960,8 @@ def simulate(
                         ready[j] = ready[j - 1]
                         j -= 1
                     ready[j] = op
+                if streams is not None and item > num_uses:
+                    continue
                 route = device * num_devices + target
                 work = overhead[route] + use_bytes[item] * overhead_per_byte[route]
                 if work > 0.0:
@@ -865,17 +977,25 @@ def simulate(
 
 
 @compiled
-def _put_in_order(state: Any, follower: Any, latest: Any, num_ops: Any, num_devices: Any) -> None:
-    """Lets each op wait for the one before it on its device to be given to it."""
+def _put_in_order(tables: Tables, state: Any, follower: Any, latest: Any) -> None:
+    """Lets each op wait for the one before it on its device to be given to it. What is there from
+    the start, such as a parameter, waits for nobody."""
+    num_ops, num_devices = UINT(tables.group_of.size), latest.size
+    num_kinds = UINT(tables.seconds.size // tables.group_of.size)
     for device in range(num_devices):
         latest[device] = num_ops
     for op in range(num_ops):
-        before = latest[state[op].device]
+        device = state[op].device
+        follower[op] = num_ops
+        if tables.waits_for[op] == 0 and (
+            tables.seconds[op * num_kinds + tables.kind_of[device]] == 0.0
+        ):
+            continue
+        before = latest[device]
         if before < num_ops:
             follower[before] = op
             state[op].waits_for += 1
-        follower[op] = num_ops
-        latest[state[op].device] = op
+        latest[device] = op
 
 
 @compiled
@@ -911,6 +1031,133 @@ def _shared(
         if head_end[server] != np.inf:
             head_end[server] = now + max(0.0, due[server] - clock) * slow
     return slow
+
+
+@compiled
+def _reset_streams(streams: Streams, state: Records, num_devices: Any, chips: Chips | None) -> None:
+    """Counts what has to travel, and forgets the placement before."""
+    for visit in range(streams.bytes.size):
+        home = _pool(chips, state[streams.owner[visit]].device)
+        for i in range(streams.offsets[visit], streams.offsets[visit + 1]):
+            device = _pool(chips, state[streams.reader[i]].device)
+            if device != home:
+                streams.left[visit * num_devices + device] += 1
+    for device in range(num_devices):
+        streams.next[device] = 0
+        streams.on_the_way[device] = False
+        streams.used[device] = 0
+        streams.used_by_same[device] = 0
+        streams.same[device] = -1
+
+
+@compiled
+def _let_go(
+    streams: Streams, op: Any, user: Any, state: Records, num_devices: Any, chips: Chips | None
+) -> bool:
+    """Counts an op's reads as done; says whether that made room in the window."""
+    device = _pool(chips, user)
+    room = False
+    for i in range(streams.read_offsets[op], streams.read_offsets[op + UINT(1)]):
+        visit = streams.read_visit[i]
+        if _pool(chips, state[streams.owner[visit]].device) == device:
+            continue
+        left = streams.left[visit * num_devices + device] - 1
+        streams.left[visit * num_devices + device] = left
+        if left == 0:
+            room = True
+            streams.used[device] -= streams.bytes[visit]
+            if streams.same[device] == streams.first[visit]:
+                streams.used_by_same[device] -= streams.bytes[visit]
+    return room
+
+
+@compiled
+def _send_next(
+    streams: Streams,
+    target: Any,
+    tables: Tables,
+    scratch: Scratch,
+    memory: _Memory,
+    now: float,
+    cause: Any,
+    free: Any,
+    log: Any,
+    chips: Chips | None,
+) -> Any:
+    """Sends the next weight that is needed in the memory of a device, if it may; says whether that
+    is too much, and which entry is free now. Devices with one memory have one window: that of the
+    first of them."""
+    if streams.on_the_way[target]:
+        return False, free
+    num_devices = UINT(memory.used.size)
+    visits = streams.bytes.size
+    visit = streams.next[target]
+    while visit < visits and streams.left[visit * num_devices + target] == 0:
+        visit += 1
+    streams.next[target] = visit
+    if visit == visits:
+        return False, free
+    size = streams.bytes[visit]
+    same = np.int64(streams.first[visit])
+    used_by_same = streams.used_by_same[target] if streams.same[target] == same else 0
+    if streams.used[target] + size > streams.window and streams.used[target] > used_by_same:
+        return False, free
+    streams.next[target] = visit + 1
+    streams.on_the_way[target] = True
+    streams.same[target] = same
+    streams.used_by_same[target] = used_by_same + size
+    streams.used[target] += size
+
+    entries, free_at, head_end = scratch.entries, scratch.free_at, scratch.head_end
+    hops = UINT(tables.routes.size // tables.latency.size)
+    home = UINT(memory.state[streams.owner[visit]].device)
+    route = home * num_devices + UINT(target)
+    start, channel = now, tables.routes[route * hops]
+    if chips is not None and chips.hop_count[route] > 0:
+        start = max(now, free_at[channel])
+        end = now
+        for j in range(chips.hop_count[route]):
+            hop = route * hops + UINT(j)
+            channel = tables.routes[hop]
+            moving = size * chips.hop_per_byte[hop]
+            begin = max(end, free_at[channel])
+            free_at[channel] = begin + chips.hop_gap[hop] + moving
+            end = begin + chips.hop_latency[hop] + moving
+        freed = free_at[channel]
+    else:
+        for j in range(hops):
+            start = max(start, free_at[tables.routes[route * hops + j]])
+        moving = size * tables.per_byte[route]
+        end = start + tables.latency[route] + moving
+        freed = start + tables.gap[route] + moving
+        for j in range(hops):
+            free_at[tables.routes[route * hops + j]] = freed
+    idle = head_end[channel] == np.inf
+    if not idle:
+        end = max(end, entries[scratch.tail[channel]].end)
+    item = UINT(tables.uses.size + 1 + visit * num_devices + target)
+    if log is not None:
+        log.sent[log.counts[0]] = item
+        log.counts[0] += 1
+        log.use_request[item] = now
+        log.use_start[item] = start
+        log.use_free[item] = freed
+        log.use_end[item] = end
+        log.use_cause[item] = cause
+    entry = free
+    entries[entry].end = end
+    entries[entry].item = item
+    entries[entry].device = home
+    following = entries[entry].next
+    entries[UINT(entries.size - 1) if idle else scratch.tail[channel]].next = entry
+    scratch.tail[channel] = entry
+    if idle:
+        scratch.head[channel] = entry
+    head_end[channel] = min(end, head_end[channel])
+    buffer = streams.first_buffer + visit
+    overflow = _hold(memory, buffer, target, num_devices, now, log, chips)
+    memory.holders[buffer * num_devices + target] += streams.left[visit * num_devices + target] - 1
+    return overflow, following
 
 
 @compiled

@@ -29,6 +29,8 @@ class Delay(enum.Enum):
     """A channel on its route was busy with another transfer."""
     ISSUE = "issue"
     """It had not been issued before."""
+    TURN = "turn"
+    """It is a weight, and one before it was still on its way, or the window had no room."""
 
 
 class PathEntry(NamedTuple):
@@ -84,6 +86,9 @@ class Transfers:
     it, when the last was."""
     end: FloatArray
     """[M] when it arrived."""
+    visit: IndexArray
+    """[M] of a weight that travels from its home, which of the problem's visits that is; -1 for all
+    else."""
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -293,18 +298,28 @@ def build_timeline(
     op_device = placement.devices[problem.grouping.group_of]
     first_server = np.cumsum([0, *(device.kind.slots for device in problem.cluster.devices)])
     use = recording.transfer_use
-    tensor = flow.use_tensor[use]
+    num_uses = len(flow.use_op)
+    streamed = use > num_uses
+    visit, to = np.divmod(np.where(streamed, use - num_uses - 1, 0), problem.num_devices)
+    use = np.where(streamed, num_uses, use)
+    tensor, producer = np.append(flow.use_tensor, -1)[use], np.append(flow.use_producer, 0)[use]
+    target = op_device[np.append(flow.use_op, 0)[use]]
+    if problem.visits is not None and streamed.any():
+        tensor = np.where(streamed, problem.visits.tensor[visit], tensor)
+        producer = np.where(streamed, problem.visits.owner[visit], producer)
+        target = np.where(streamed, to, target)
     sizes = np.append(problem.graph.tensor_bytes, 0)  # the last, -1, is a completion
     transfers = Transfers(
-        tensor=frozen(tensor),
-        producer=frozen(flow.use_producer[use]),
-        source=frozen(op_device[flow.use_producer[use]]),
-        target=frozen(op_device[flow.use_op[use]]),
+        tensor=frozen(tensor.astype(np.int32)),
+        producer=frozen(producer.astype(np.int32)),
+        source=frozen(op_device[producer]),
+        target=frozen(target.astype(np.int32)),
         bytes=frozen(sizes[tensor]),
         request=frozen(recording.transfer_request),
         start=frozen(recording.transfer_start),
         free=frozen(recording.transfer_free),
         end=frozen(recording.transfer_end),
+        visit=frozen(np.where(streamed, visit, -1).astype(np.int32)),
     )
     curves, live = _memory(problem, flow, op_device, recording)
     path = _critical_path(problem, op_device, transfers, recording)
@@ -391,9 +406,20 @@ def _critical_path(
         if transfer is not None:
             start, end = float(transfers.start[transfer]), until
             waited = start > transfers.request[transfer]
-            delay = Delay.CHANNEL if waited else Delay.INPUT
+            cause = int(recording.transfer_cause[transfer])
+            first = transfers.visit[transfer] >= 0 and cause < 0
+            delay = Delay.TURN if cause >= 0 else Delay.NOTHING if first else Delay.INPUT
+            delay = Delay.CHANNEL if waited else delay
             path.append(PathEntry(node, transfer, start, end, delay))
-            transfer = blocker[transfer] if waited else None
+            if delay is Delay.NOTHING:
+                return tuple(reversed(path))
+            if waited:
+                transfer = blocker[transfer]
+            elif cause >= num_ops:  # the weight before it had to arrive first
+                transfer = transfer_of_use[cause - num_ops]
+            else:
+                node = node if cause < 0 else cause  # the op that made room for it
+                transfer = None
             if transfer is not None:
                 node = int(transfers.producer[transfer])
                 until = start  # of a transfer in the way only the time that it was in the way

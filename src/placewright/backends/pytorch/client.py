@@ -70,7 +70,7 @@ class Client:
             if "sizes" in request:
                 return {"links": self._time_links(request["pairs"], request["sizes"])}
             if "chips" in request:
-                return {"demands": [self._demands(numbers) for numbers in request["chips"]]}
+                return self._all_demands(request["chips"])
             return self._measure(request)
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
             return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
@@ -141,19 +141,24 @@ class Client:
         if bad:
             return {"outcome": "failed", "reason": f"the step returned {bad}"}, timed[0]
         answer["peak_bytes"] = list(execution.peak_bytes)
+        answer["allocated_bytes"] = execution.allocated_bytes
         if train:
             answer["returned"] = _scalars(returned)
         return answer, timed[0]
 
-    def _demands(self, numbers: Sequence[int]) -> dict[str, float]:
-        """Op -> what it takes of the chip that these places share."""
-        of, place = self._prepared, self._opened.places[numbers[0]]
-        timer = GraphTimer([self._opened.stream(number) for number in numbers])
-        found = find_demands(
-            of.works, of.step.num_values, of.values.all_on(place.torch_device),
-            place.torch_device, timer, len(numbers),
-        )  # fmt: skip
-        return {self._names[op]: share for op, share in found.items()}
+    def _all_demands(self, chips: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Of the places of each chip: op -> what it takes of the chip."""
+        found, broken = [], False
+        for numbers in chips:
+            of, place = self._prepared, self._opened.places[numbers[0]]
+            timer = GraphTimer([self._opened.stream(number) for number in numbers])
+            shares = find_demands(
+                of.works, of.step.num_values, of.values.all_on(place.torch_device),
+                place.torch_device, timer, len(numbers),
+            )  # fmt: skip
+            found.append({self._names[op]: share for op, share in shares.items()})
+            broken |= timer.broken
+        return {"demands": found, "broken": broken}
 
     def _execution(self, devices: Sequence[int], traced: bool = False) -> Execution:
         return executed(

@@ -107,8 +107,12 @@ class GraphTimer:
         self._streams = streams
         self._main = torch.cuda.Stream(streams[0].device)
         self._nothing: dict[int, float] = {}
+        self.broken = False
+        """Whether a call could not be captured, after which torch captures nothing any more."""
 
     def seconds(self, call: Callable[[], Any], streams: int) -> float | None:
+        if self.broken:
+            return None
         if streams not in self._nothing:
             cell = torch.zeros(1, device=self._main.device)
             torch.cuda.synchronize()
@@ -116,6 +120,7 @@ class GraphTimer:
         try:
             total = self._graph_seconds(call, streams, _REPEATS)
         except (RuntimeError, torch.OutOfMemoryError):  # what waits for the host, for example
+            self.broken = True
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize()
             return None

@@ -149,6 +149,8 @@ class Execution:
         )
         self._env: list[list[Any]] = [[None] * prepared.step.num_values for _ in opened.places]
         self._graph: Any = None
+        self.allocated_bytes: int | None = None
+        """What torch's allocator gave out on the GPUs for a captured step, at most at a time."""
         self._stop = threading.Event()
         self._began = 0.0
         self._cpu_moments: list[Moment] = []
@@ -265,6 +267,10 @@ class Execution:
         graph = torch.cuda.CUDAGraph()
         main = self._opened.hardware.streams[MAIN]
         torch.cuda.synchronize()
+        gpus = sorted({place.device for place in self._opened.gpus})
+        before = sum(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+        for gpu in gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
         with torch.cuda.stream(main):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -278,6 +284,7 @@ class Execution:
                 raise
             torch.cuda.set_stream(main)
             graph.capture_end()
+        self.allocated_bytes = sum(torch.cuda.max_memory_allocated(gpu) for gpu in gpus) - before
         self._graph = graph
 
     def replay(self) -> None:

@@ -85,6 +85,8 @@ class TorchRunner(ProcessRunner):
         if key not in answer:
             self._replace()
             raise WorkerError(f"{what} cannot be timed: {answer.get('reason', 'no answer')}")
+        if answer.get("broken"):
+            self._replace()
         return answer[key]
 
     def _start_client(self, deadline: float) -> Child:

@@ -168,6 +168,6 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         # torch gives no values to a tensor on `meta`; it becomes another one in place.
         grad = tensor.requires_grad
         made = torch.nn.Parameter(value, grad) if isinstance(tensor, torch.nn.Parameter) else value
-        torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, made)
         return
     tensor.data = value

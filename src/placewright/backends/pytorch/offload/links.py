@@ -32,9 +32,9 @@ _cuda: Any = torch.cuda
 Mark = Any
 """A point in the order of what a device was asked to do; it passes when all before it is done."""
 
-_CHUNK = 16 * 2**20
-"""Bytes of one copy command. A copy of activations waits behind at most one of them on the copy
-engine: 0.3 ms at 55 GB/s."""
+_CHUNK = 64 * 2**20
+"""Bytes of one copy command. A large copy of activations waits behind at most one of them on the
+copy engine, some 1.2 ms at 55 GB/s; small ones do not use it."""
 
 
 class Link(ABC):
@@ -210,7 +210,7 @@ def _locked_memory(size: int) -> tuple[torch.Tensor, str]:
     """Bytes that are page-locked, and what the system said where they are not."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8), ""
-    pages = _Pages(-1, size)
+    pages = _Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Large pages, where the system has them, are fewer to lock, and fewer to look up when the CPU
     # computes with them.
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -222,6 +222,9 @@ def _locked_memory(size: int) -> tuple[torch.Tensor, str]:
     except RuntimeError as fault:
         return flat, str(fault).splitlines()[0]
     if code:
+        # CUDA tells of the error once more, to whoever asks next; that should not be a kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)
         return flat, f"CUDA error {code}"
     pages.locked_at = flat.data_ptr()
     return flat, ""
@@ -281,7 +284,10 @@ class _Mailbox:
         if slot is None or self._host is None or self._seen is None:
             host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             return host.copy_(value, non_blocking=True)
-        words = value.contiguous().view(-1).view(torch.uint8).view(torch.int32)
+        value = value.contiguous()
+        if value.storage_offset() * value.element_size() % 4:
+            value = value.clone()
+        words = value.view(-1).view(torch.uint8).view(torch.int32)
         torch.add(words, 0, out=self._of(self._seen, slot, words.numel() * 4))
         found = self._of(self._host, slot, words.numel() * 4)
         return found.view(value.dtype).view(value.shape), None

@@ -110,6 +110,9 @@ class Refinement:
         found = self.planner.best(5.0, seed=1)
         best = self._best_of(found)
         plan = self.planner.plan(best)
+        took = self.measured["chosen"]
+        shapes = tuple(replace(s, seconds=took.get(s.name, s.seconds)) for s in plan.shapes)
+        plan = replace(plan, shapes=shapes)
         self._go_on(plan)
         return plan
 

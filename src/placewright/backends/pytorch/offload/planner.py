@@ -197,7 +197,6 @@ class Planner:
         movable = {u.path: u for u in self._movable if u.path in costs}
         room = self.limits.device_bytes - self._least_bytes()
         base = sum(c.device_seconds for path, c in costs.items() if path not in movable)
-        base += self.costs.between_seconds.get(call, 0.0)
         gains = sorted(
             ((max(0.0, costs[p].host_seconds - costs[p].device_seconds), u.size)
              for p, u in movable.items()),
@@ -258,13 +257,17 @@ class Planner:
                 if slots and not can_travel:
                     continue
                 yield from self._with_window(window, can_travel)
+                if not slots:
+                    yield from self._with_window(window, can_travel, tight=True)
             # A buffer for units that hardly matter is for nothing.
         if not movable:
             nobody = dict.fromkeys(self.weights, frozenset[str]())
             yield Choice(frozenset(), nobody, 0)
 
-    def _with_window(self, window: int, can_travel: set[str]) -> Iterator[Choice]:
-        off = self._off(window, can_travel)
+    def _with_window(
+        self, window: int, can_travel: set[str], *, tight: bool = False
+    ) -> Iterator[Choice]:
+        off = self._off(window, can_travel, tight)
         if off is None:
             return
         at_home = frozenset(u.path for u in self._movable if u.path not in off)
@@ -311,29 +314,34 @@ class Planner:
                 yield frozenset([*taken, *_evenly(members, count)])
             taken += members
 
-    def _off(self, window: int, can_travel: set[str]) -> list[str] | None:
-        """The units whose weights live on the host, in order of calls; None where it cannot be."""
+    def _off(self, window: int, can_travel: set[str], tight: bool) -> list[str] | None:
+        """The units whose weights live on the host, in order of calls; None where it cannot be.
+        `tight`: only caches of units that stay are on the device."""
         movable = self._movable
         everything = frozenset(u.path for u in movable)
-        by_host = {} if can_travel else dict.fromkeys(self.weights, everything)
+        by_host = dict.fromkeys(self.weights, everything) if tight else {}
         room = self.limits.device_bytes - self._fixed_bytes - window - self.working_bytes(by_host)
         gain = {u.path: self._gain_of_staying(u, u.path in can_travel) for u in movable}
         sets = _tied_sets(movable)
+
+        def taken(unit: UnitWork) -> int:
+            return unit.own_size + (unit.cache_bytes if tight else 0)
+
         by_density: dict[float, list[tuple[UnitWork, ...]]] = {}
         for members in sets:
-            size = sum(u.own_size for u in members)
+            size = sum(map(taken, members))
             density = sum(gain[u.path] for u in members) / max(1, size)
             by_density.setdefault(float(f"{density:.6g}"), []).append(members)
         stay: set[str] = set()
         for _, alike in sorted(by_density.items(), reverse=True):
-            size = max(sum(u.own_size for u in members) for members in alike)
+            size = max(sum(map(taken, members)) for members in alike)
             count = len(alike) if not size else min(len(alike), max(0, room) // size)
             for members in _evenly(alike, count):
                 stay.update(u.path for u in members)
-                room -= sum(u.own_size for u in members)
+                room -= sum(map(taken, members))
         for _, alike in sorted(by_density.items(), reverse=True):
             for members in alike:  # what is left may be enough for smaller ones
-                size = sum(u.own_size for u in members)
+                size = sum(map(taken, members))
                 if members[0].path not in stay and size <= room:
                     stay.update(u.path for u in members)
                     room -= size

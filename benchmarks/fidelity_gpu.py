@@ -1,0 +1,628 @@
+"""How well the calibrated simulator predicts real runs of PyTorch models on a GPU and its parts.
+
+    python -m benchmarks.fidelity_gpu --seconds 300             # measures, as far as time allows
+    python -m benchmarks.fidelity_gpu --analyse                 # no GPU: fits, tables, plot
+    python -m benchmarks.fidelity_gpu --machines cpu2 --models towers --tiny --placements 12
+
+Machines: four streams of a GPU; four partitions of it that exchange tensors through the host, and
+the CPU; the whole GPU and the CPU; two halves of the CPU, for trying it out. What is measured of a
+model on a machine is kept in `raw/MODEL-MACHINE.json.gz` of the results: all that calibration asks
+for (traces of single devices, links, what ops take side by side), placements that it is fitted to,
+and others that it has not seen: random, contiguous, proposed by the classical methods, and the best
+found in the simulator. Those are measured again in a second pass, as far as time allows. What is
+there is not measured again, so a run that was cut short goes on. Fitting and predicting come
+afterwards and need no GPU: `fidelity.csv` has a line for each placement, `summary.csv` one for each
+model and machine, `README.md` the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import figures
+from benchmarks.common import RESULTS as ALL_RESULTS
+from benchmarks.common import Row, made_by, write_csv
+from placewright import calibration, place
+from placewright import methods as registry
+from placewright.backends import Run, RunConfig, Runner
+from placewright.backends.base import Trace
+from placewright.calibration import LINK_BYTES, Calibration, Fidelity, varied_placements
+from placewright.cluster import Cluster, chosen
+from placewright.errors import CostsError, PlacewrightError
+from placewright.files import read_json, write_json
+from placewright.measurement import Measurement, Outcome
+from placewright.placement import Placement, everything_on
+from placewright.placers.heft import heft
+from placewright.problem import Problem, make_problem
+from placewright.simulator import Simulator
+
+RESULTS = ALL_RESULTS / "fidelity_gpu"
+MACHINES: dict[str, tuple[str, ...]] = {
+    "streams4": ("cuda:0/stream:0-3", "issue=none"),
+    "parts4": ("cuda:0/part:0-3", "cpu:0", "via-host", "sms=32", "issue=none"),
+    "gpu+cpu": ("cuda:0", "cpu:0", "issue=none"),
+    "cpu2": ("cpu:0", "cpu:1", "issue=none"),
+}
+ON_GPU = ("streams4", "parts4", "gpu+cpu")
+MODELS = ("inception_v3", "rnnlm", "towers", "googlenet", "transformer", "nmt")
+CLASSICAL = ("scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
+FIT = 16
+"""Placements that each calibration is fitted to, besides single devices and what HEFT proposes."""
+ERROR, SPEARMAN, KENDALL, PEAK, FILLED = 0.10, 0.9, 0.6, 0.05, 0.95
+"""What is wanted: the error and the correlation of all placements, the agreement of pairs among the
+fastest quarter, the error of the peak of memory, and how full a plan may fill it."""
+ON_CPU = 0.05
+"""Of the groups, that random placements put on the CPU beside a GPU, on average."""
+SLOWEST = 6.0
+"""Placements that are predicted to take longer than the best single GPU by this factor are not
+measured: on the CPU, one can take minutes."""
+
+
+# --- what is measured ----------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """All that was measured of a model on a machine."""
+
+    facts: dict[str, Any]
+    singles: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Number of a device -> a run with everything on it, with its trace."""
+    links: dict[str, list[float]] | None = None
+    demands: dict[int, dict[str, float]] | None = None
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Of placements: `kind`, whether it is to `fit`, `devices` of the ops that are placed together,
+    and `passes`: what came of each time that it was measured."""
+
+    def save(self, path: Path, problem: Problem) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = dict(vars(self))
+        write_json(path, document, PlacewrightError)
+        beside = _problem_path(path)
+        if not beside.exists():
+            problem.save(beside)
+
+    @staticmethod
+    def load(path: Path) -> tuple[Record, Problem]:
+        document = read_json(path, PlacewrightError, what="record")
+        assert isinstance(document, dict)
+        record = Record(
+            facts=document["facts"],
+            singles={int(key): value for key, value in document["singles"].items()},
+            links=document["links"],
+            demands=None
+            if document["demands"] is None
+            else {int(key): value for key, value in document["demands"].items()},
+            runs=document["runs"],
+        )
+        return record, Problem.load(_problem_path(path))
+
+
+def _problem_path(path: Path) -> Path:
+    return path.with_name(path.name.replace(".json", ".problem.json"))
+
+
+def measure(
+    problem: Problem, runner: Runner, record: Record, *, count: int, until: float
+) -> Iterator[None]:
+    """Measures what is missing in the record, the most important first, until that time (of
+    `time.monotonic`); yields after every run."""
+    ops = problem.grouping.group_of
+    for device in _first_of_each(problem):
+        if device not in record.singles:
+            traces = 1 if problem.cluster.devices[device].type == "cpu" else 3
+            single = everything_on(problem, device).devices[ops]
+            run = runner.measure(single, best_seconds=_best_single(record), traces=traces)
+            record.singles[device] = _as_record(run)
+            yield
+        if time.monotonic() > until:
+            return
+    if record.links is None and problem.num_devices > 1:
+        times = runner.time_links(LINK_BYTES)
+        record.links = {name: list(seconds) for name, seconds in times.items()}
+        yield
+    if record.demands is None:
+        record.demands = {
+            device: dict(shares)
+            for device, shares in (runner.demands() if problem.cluster.shared_chips else {}).items()
+        }
+        yield
+    if not record.runs:
+        record.runs = _to_measure(problem, record, count)
+        yield
+    fresh = [run for run in record.runs if not run["fit"]]
+    first = [run for run in record.runs if run["fit"]] + fresh
+    for number, runs in enumerate((first, fresh[::-1])):
+        for entry in runs:
+            if len(entry["passes"]) > number or _failed(entry):
+                continue
+            if time.monotonic() > until:
+                return
+            devices = np.array(entry["devices"], dtype=np.int32)
+            run = runner.measure(devices[ops], best_seconds=_best_single(record), adaptive=False)
+            entry["passes"].append(_as_record(run))
+            yield
+
+
+def _best_single(record: Record) -> float | None:
+    """Of what takes far longer than the best single device, two steps will do."""
+    means = [float(np.mean(run["seconds"])) for run in record.singles.values() if run["seconds"]]
+    return min(means, default=None)
+
+
+def _first_of_each(problem: Problem) -> list[int]:
+    """Devices that are not alike: the first stream or partition of a GPU stands for all."""
+    seen: dict[tuple[str, str], int] = {}
+    for number, device in enumerate(problem.cluster.devices):
+        seen.setdefault((device.chip, device.kind.name), number)
+    return list(seen.values())
+
+
+def _as_record(run: Run) -> dict[str, Any]:
+    measurement = run.measurement
+    result: dict[str, Any] = {
+        "outcome": measurement.outcome.value,
+        "reason": measurement.reason,
+        "seconds": list(measurement.step_seconds),
+        "peak_bytes": list(measurement.peak_bytes),
+        "allocated_bytes": run.allocated_bytes,
+        "overhead_seconds": run.overhead_seconds,
+    }
+    if run.trace is not None:
+        result["trace"] = {
+            "op_seconds": dict(run.trace.op_seconds), "device_of": dict(run.trace.device_of),
+        }  # fmt: skip
+    return result
+
+
+def _failed(entry: Mapping[str, Any]) -> bool:
+    return any(p["outcome"] != Outcome.OK.value for p in entry["passes"])
+
+
+def _to_measure(problem: Problem, record: Record, count: int) -> list[dict[str, Any]]:
+    """Placements of what must be together, by turns of the model's groups and of the smallest
+    there are: some to fit to, and `count` others."""
+    known = piecewise(problem, record).problem(problem)
+    coarse = make_problem(problem.graph, problem.cluster)
+    lifted = replace(known, grouping=coarse.grouping, forbidden=coarse.forbidden)
+    ops_first = np.unique(problem.grouping.group_of, return_index=True)[1]
+    limit = SLOWEST * (_best_single(record) or math.inf)
+    seen: set[bytes] = set()
+    found: list[dict[str, Any]] = []
+
+    def add(kind: str, fit: bool, of_ops: Any) -> bool:
+        devices = np.asarray(of_ops, dtype=np.int32)[ops_first]
+        simulated = Simulator(known).run(devices[np.newaxis])
+        if devices.tobytes() in seen or not simulated.ok[0] or simulated.step_seconds[0] > limit:
+            return False
+        seen.add(devices.tobytes())
+        found.append({"kind": kind, "fit": fit, "devices": devices.tolist(), "passes": []})
+        return True
+
+    for device in _first_of_each(problem):
+        add("single", True, np.full(problem.graph.num_ops, device))
+    for placement in heft(known):
+        add("heft", True, placement.devices[problem.grouping.group_of])
+    for of in (lifted, known):
+        for placement in _varied(of, FIT, seed=1)[: FIT // 2]:
+            add("varied", True, placement.devices[of.grouping.group_of])
+    before = len(found)
+    for name in registry.installed(CLASSICAL)[0]:
+        (placer,) = registry.make([name], lifted)
+        for placement in placer.ask(problem.num_devices):
+            add(name, False, placement.devices[lifted.grouping.group_of])
+    best = place(lifted, method="local-search", trials=1500, op_level=False)
+    if best.placement is not None:
+        add("best", False, best.placement.devices[lifted.grouping.group_of])
+    for of, kind in ((lifted, "groups"), (known, "sets")):
+        for placement in _varied(of, 2 * count, seed=2):
+            wanted = count if kind == "sets" else (count + len(found) - before) // 2
+            if len(found) - before < wanted:
+                add(kind, False, placement.devices[of.grouping.group_of])
+    return found
+
+
+def _varied(problem: Problem, count: int, seed: int) -> list[Placement]:
+    """As `varied_placements`; beside GPUs, the CPU has few of the groups."""
+    cluster = problem.cluster
+    gpus = [n for n, device in enumerate(cluster.devices) if device.type != "cpu"]
+    cpus = [n for n in range(cluster.num_devices) if n not in gpus]
+    placements = varied_placements(problem, count, seed)
+    if not gpus or not cpus:
+        return placements
+    rng = np.random.default_rng(seed)
+    result = []
+    for placement in placements:
+        devices = placement.devices.copy()
+        on_cpu = np.isin(devices, cpus)
+        kept = rng.random(len(devices)) < 2 * ON_CPU * rng.random()
+        devices = np.where(on_cpu, rng.choice(gpus), devices)
+        devices = np.where(kept, rng.choice(cpus, len(devices)), devices)
+        allowed = problem.allowed[np.arange(len(devices)), devices]
+        devices = np.where(allowed, devices, placement.devices)
+        result.append(Placement.of(problem, devices.astype(np.int32)))
+    return list(dict.fromkeys(result))
+
+
+# --- what comes of it ----------------------------------------------------------------------------
+
+
+class Recorded(ExitStack):
+    """A runner that only knows what was measured before; for `calibration.calibrate`."""
+
+    def __init__(self, problem: Problem, record: Record) -> None:
+        super().__init__()
+        self.program: Any = None
+        self.cluster = problem.cluster
+        self.config = RunConfig()
+        self._record = record
+        ops = problem.grouping.group_of
+        self._runs: dict[bytes, Mapping[str, Any]] = {}
+        for device, run in record.singles.items():
+            single = everything_on(problem, device)
+            self._runs[single.devices[ops].astype(np.int32).tobytes()] = run
+        for entry in record.runs:
+            key = np.array(entry["devices"], dtype=np.int32)[ops].tobytes()
+            if entry["passes"] and key not in self._runs:
+                self._runs[key] = entry["passes"][0]
+
+    def start(self) -> None:
+        pass
+
+    def measure(
+        self,
+        devices: Any,
+        *,
+        best_seconds: float | None = None,
+        traces: int = 0,
+        adaptive: bool = True,
+    ) -> Run:
+        run = self._runs.get(np.asarray(devices, dtype=np.int32).tobytes())
+        if run is None:
+            return Run(measurement=Measurement(outcome=Outcome.FAILED, reason="not measured"))
+        trace = run.get("trace")
+        return Run(
+            measurement=Measurement(
+                outcome=Outcome(run["outcome"]), reason=run["reason"],
+                step_seconds=tuple(run["seconds"]), peak_bytes=tuple(run["peak_bytes"]),
+            ),
+            trace=Trace(op_seconds=trace["op_seconds"], device_of=trace["device_of"])
+            if trace and traces
+            else None,
+        )  # fmt: skip
+
+    def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
+        return self._record.links or {}
+
+    def demands(self) -> Mapping[int, Mapping[str, float]]:
+        return self._record.demands or {}
+
+
+def piecewise(problem: Problem, record: Record) -> Calibration:
+    """What is known before any placement is measured."""
+    runner: Runner = Recorded(problem, record)
+    ops = problem.grouping.group_of
+    traced = {
+        device: runner.measure(everything_on(problem, device).devices[ops], traces=1)
+        for device, run in record.singles.items()
+        if run["outcome"] == Outcome.OK.value
+    }
+    if not traced:
+        reasons = "; ".join(run["reason"] for run in record.singles.values())
+        raise CostsError(f"no device runs {problem.graph.name} alone: {reasons}")
+    table = calibration.op_table(problem, traced)
+    table = calibration.with_demands(problem, table, runner)
+    return Calibration(table=table, cluster=calibration.measure_links(runner, problem.cluster))
+
+
+def calibrated(problem: Problem, record: Record) -> Calibration:
+    """As `placewright calibrate` does it, from what was recorded."""
+    fit = [
+        Placement.of(problem, np.array(run["devices"], dtype=np.int32))
+        for run in record.runs
+        if run["fit"] and run["passes"]
+    ]
+    runner: Runner = Recorded(problem, record)
+    return calibration.calibrate(problem, runner, fit, traces=3, forced=True)
+
+
+def predicted(problem: Problem, record: Record, found: Calibration) -> list[dict[str, Any]]:
+    """A line for each placement that was not fitted to and ran."""
+    under = found.problem(problem)
+    runs = [run for run in record.runs if not run["fit"] and run["passes"] and not _failed(run)]
+    if not runs:
+        return []
+    rows = np.array([run["devices"] for run in runs], dtype=np.int32)
+    simulated = Simulator(under).run(rows)
+    resident = problem.group_resident_bytes
+    pools = problem.cluster.pool_of_device
+    on_gpu = np.array([device.type == "gpu" for device in problem.cluster.devices])
+    result = []
+    for number, run in enumerate(runs):
+        halves = _halves(run)
+        peaks = run["passes"][0]["peak_bytes"]
+        said = simulated.peak_bytes[number].tolist()
+        fixed = np.zeros(problem.num_devices)
+        np.add.at(fixed, pools[rows[number]], resident)
+        allocated = run["passes"][0].get("allocated_bytes")
+        single_pool = len(set(pools[on_gpu].tolist())) == 1
+        result.append(
+            {
+                **record.facts,
+                "kind": run["kind"],
+                "predicted_seconds": float(simulated.step_seconds[number]),
+                "first_seconds": halves[0],
+                "second_seconds": halves[1],
+                "passes": len(run["passes"]),
+                "predicted_peak_bytes": max(said),
+                "measured_peak_bytes": max(peaks),
+                "allocated_peak_bytes": int(allocated + fixed[on_gpu].sum())
+                if allocated is not None and single_pool
+                else "",
+                "predicted_gpu_peak_bytes": max(
+                    (s for s, gpu in zip(said, on_gpu, strict=True) if gpu), default=0
+                ),
+                # Whether it would run where it is predicted to fill the memory to that share.
+                "fits_filled": all(p <= s / FILLED for p, s in zip(peaks, said, strict=True) if p),
+            }
+        )
+    return result
+
+
+def _halves(run: Mapping[str, Any]) -> tuple[float, float]:
+    """Two times for one placement: of both passes or, with one, of every second step."""
+    passes = [p["seconds"] for p in run["passes"]]
+    first, second = passes[:2] if len(passes) > 1 else (passes[0][::2], passes[0][1::2])
+    return _usual(first), _usual(second or first)
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    return float(np.quantile(seconds, 0.25))
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each model and machine."""
+    result = []
+    for model, machine in dict.fromkeys((row["model"], row["machine"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["machine"]) == (model, machine)]
+        found = fidelity_of(mine)
+        quarter = found.fastest_quarter
+        peaks = [
+            abs(float(r["predicted_peak_bytes"]) / float(r["measured_peak_bytes"]) - 1)
+            for r in mine
+            if float(r["measured_peak_bytes"])
+        ]
+        real = [
+            float(r["predicted_gpu_peak_bytes"]) / float(r["allocated_peak_bytes"]) - 1
+            for r in mine
+            if r["allocated_peak_bytes"] not in ("", None)
+        ]
+        result.append(
+            {
+                "model": model,
+                "machine": machine,
+                "placements": len(mine),
+                "twice": sum(int(row["passes"]) > 1 for row in mine),
+                "error": found.error,
+                "error_of_repeating": float(
+                    np.mean(np.abs(np.subtract(found.first, found.second)) / found.measured)
+                ),
+                "spearman": found.spearman,
+                "spearman_repeated": found.repeated,
+                "kendall_quarter": quarter.kendall,
+                "kendall_quarter_repeated": quarter.kendall_repeated,
+                "best_over_predicted": _best_over_predicted(mine),
+                "peak_error": float(np.mean(peaks)) if peaks else math.nan,
+                "allocated_error": float(np.mean(np.abs(real))) if real else math.nan,
+                "over_when_filled": sum(str(row["fits_filled"]) != "True" for row in mine),
+            }
+        )
+    return result
+
+
+def fidelity_of(rows: Sequence[Row]) -> Fidelity:
+    first = tuple(float(row["first_seconds"]) for row in rows)
+    second = tuple(float(row["second_seconds"]) for row in rows)
+    return Fidelity(
+        predicted=tuple(float(row["predicted_seconds"]) for row in rows),
+        first=first,
+        second=second,
+        raw=tuple((a + b) / 2 for a, b in zip(first, second, strict=True)),
+    )
+
+
+def _best_over_predicted(rows: Sequence[Row]) -> float:
+    ratios = [
+        float(row["first_seconds"]) / float(row["predicted_seconds"])
+        for row in rows
+        if row["kind"] == "best"
+    ]
+    return ratios[0] if ratios else math.nan
+
+
+def table(lines: Sequence[Row]) -> str:
+    """For the README and the documentation."""
+    text = [
+        "| model | machine | placements | error | of repeating | Spearman | with itself | "
+        "Kendall, fastest quarter | with itself | best: measured / predicted | peak memory | "
+        "of the allocator | too much at 95% |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for line in lines:
+        cells = [
+            line["model"], line["machine"], str(line["placements"]), _percent(line["error"]),
+            _percent(line["error_of_repeating"]), _number(line["spearman"]),
+            _number(line["spearman_repeated"]), _number(line["kendall_quarter"]),
+            _number(line["kendall_quarter_repeated"]), _number(line["best_over_predicted"]),
+            _percent(line["peak_error"]), _percent(line["allocated_error"]),
+            str(line["over_when_filled"]),
+        ]  # fmt: skip
+        text.append(f"| {' | '.join(cells)} |")
+    reached = {
+        f"an error of at most {ERROR:.0%}": [float(x["error"]) <= ERROR for x in lines],
+        f"a Spearman correlation of {SPEARMAN}": [float(x["spearman"]) >= SPEARMAN for x in lines],
+        f"a Kendall tau of {KENDALL} among the fastest quarter": [
+            float(x["kendall_quarter"]) >= KENDALL for x in lines
+        ],
+        f"a peak of memory within {PEAK:.0%}": [float(x["peak_error"]) <= PEAK for x in lines],
+    }
+    said = "; ".join(f"{what}: {sum(ok)} of {len(ok)}" for what, ok in reached.items())
+    return "\n".join([*text, "", f"Wanted of every line, and reached: {said}."])
+
+
+def _percent(value: Any) -> str:
+    return "" if math.isnan(float(value)) else f"{float(value):.1%}"
+
+
+def _number(value: Any) -> str:
+    return "" if math.isnan(float(value)) else f"{float(value):.3f}"
+
+
+def analyse(folder: Path) -> list[dict[str, Any]]:
+    """Fits and predicts all that was measured; writes tables, plot and README."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted((folder / "raw").glob("*.json.gz")):
+        if ".problem." in path.name:
+            continue
+        record, problem = Record.load(path)
+        try:
+            found = calibrated(problem, record)
+        except PlacewrightError as fault:
+            print(f"{path.name}: {fault}", flush=True)
+            continue
+        rows += predicted(problem, record, found)
+    if not rows:
+        print(f"nothing in {folder / 'raw'} can be compared yet")
+        return []
+    lines = summary(rows)
+    write_csv(folder / "fidelity.csv", rows)
+    write_csv(folder / "summary.csv", lines)
+    names = list(dict.fromkeys(f"{row['model']}, {row['machine']}" for row in rows))
+    for_plot = [{**row, "model": f"{row['model']}, {row['machine']}"} for row in rows]
+    figures.fidelity(for_plot, folder / "fidelity.svg")
+    hardware = ", ".join(dict.fromkeys(str(row["hardware"]) for row in rows))
+    (folder / "README.md").write_text(
+        f"""# Predicted and measured steps of PyTorch models on a GPU and its parts
+
+{table(lines)}
+
+Measured on {hardware}. {len(rows)} placements of {len(names)} pairs of model and machine, each
+calibrated on {FIT} varied placements, single devices and what HEFT proposes, and checked on others:
+random, contiguous, proposed by the classical methods, and the best found in the simulator. Those
+that were predicted to take over {SLOWEST:g} times as long as the best single device were not run.
+`streams4`: four streams of the GPU. `parts4`: four partitions of 32 multiprocessors that exchange
+tensors through pinned memory of the host, and its CPU. `gpu+cpu`: the whole GPU and the CPU. All
+GPU work of a step is one captured CUDA graph. Of each run the lower quartile of the steps counts;
+"of repeating" and "with itself" compare two passes or, where there was time for one only, every
+second step with the others. "Peak memory" is the runner's own account of each device, "of the
+allocator" what torch's allocator gave out (where the GPU is one memory). "Too much at 95%" counts
+plans that would have run out where they are predicted to fill the memory to 95%. {made_by()}
+
+![Predicted and measured](fidelity.svg)
+""",
+        encoding="utf-8",
+    )
+    print(table(lines), flush=True)
+    return lines
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    if not options.analyse:
+        _measure_all(options)
+    analyse(options.output)
+
+
+def _measure_all(options: argparse.Namespace) -> None:
+    from benchmarks.fidelity_gpu_models import program as load
+
+    end = time.monotonic() + options.seconds
+    programs: dict[str, Any] = {}
+    for machine in options.machines:
+        for model in options.models:
+            if time.monotonic() > end:
+                print("no time left", flush=True)
+                return
+            path = options.output / "raw" / f"{model}-{machine.replace('+', '-')}.json.gz"
+            began = time.monotonic()
+            try:
+                if model not in programs:
+                    programs[model] = load(model, tiny=options.tiny)
+                runs = _measure_one(programs[model], model, machine, path, options, end)
+                print(f"{model} on {machine}: {runs} runs, {time.monotonic() - began:.0f} s",
+                      flush=True)  # fmt: skip
+            except Exception as fault:  # the others are measured all the same
+                print(f"{model} on {machine}: {type(fault).__name__}: {fault}", flush=True)
+
+
+def _measure_one(
+    program: Any, model: str, machine: str, path: Path, options: argparse.Namespace, end: float
+) -> int:
+    """How many runs of it there are now."""
+    from placewright.backends.pytorch import TorchRunConfig
+    from placewright.backends.pytorch.runner import TorchRunner
+
+    cluster = chosen(list(MACHINES[machine]))
+    cluster = replace(cluster, name=machine)
+    if path.exists():
+        record, problem = Record.load(path)
+    else:
+        record = Record({"model": model, "machine": machine, "hardware": _hardware(cluster)})
+        problem = make_problem(program.graph, cluster).refined
+    if record.runs and all(len(run["passes"]) > 1 or _failed(run) for run in record.runs
+                           if not run["fit"]):  # fmt: skip
+        return len(record.runs)
+    config = TorchRunConfig(
+        steps=options.steps, max_steps=options.steps, time_limit_seconds=30.0, start_seconds=180.0
+    )
+    until = min(end, time.monotonic() + options.each)
+    saved = time.monotonic()
+    with TorchRunner(program, problem.cluster, config) as runner:
+        try:
+            for _ in measure(problem, runner, record, count=options.placements, until=until):
+                if time.monotonic() > saved + 5.0:
+                    record.save(path, problem)
+                    saved = time.monotonic()
+        finally:
+            record.save(path, problem)
+    return sum(len(run["passes"]) for run in record.runs)
+
+
+def _hardware(cluster: Cluster) -> str:
+    import torch
+
+    if torch.cuda.is_available() and any(device.type == "gpu" for device in cluster.devices):
+        return f"one {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    return f"a CPU, torch {torch.__version__}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--machines", nargs="+", choices=list(MACHINES), default=ON_GPU)
+    parser.add_argument("--placements", type=int, default=60, help="that are not fitted to")
+    parser.add_argument("--steps", type=int, default=8, help="of each run; the first is dropped")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for all measuring")
+    parser.add_argument(
+        "--each", type=float, default=40.0, help="for a model on a machine, at most"
+    )
+    parser.add_argument("--tiny", action="store_true", help="models that a CPU runs quickly")
+    parser.add_argument("--analyse", action="store_true", help="measure nothing")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A module that runs as a captured graph: what users call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from placewright.backends.pytorch.streams import plan as plans
+from placewright.backends.pytorch.streams.built import Built
+from placewright.backends.pytorch.streams.net import UnsuitableError
+from placewright.backends.pytorch.streams.plan import StreamPlan
+from placewright.backends.pytorch.streams.timelines import Timelines
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What is called for inputs of certain shapes."""
+
+    plan: StreamPlan | None = None
+    """None where nothing could be captured."""
+    built: Built | None = None
+    """The captured graph; None where something else was faster, or nothing could be captured."""
+    call: Callable[..., Any] | None = None
+    """What is called instead, with the inputs as they are."""
+    why_not: str = ""
+    """Why nothing was captured."""
+    timelines: Callable[[], Timelines] | None = None
+    """Takes the times of each group, as they are and as they were expected."""
+
+
+Maker = Callable[[Sequence[Any], Mapping[str, Any]], Entry]
+"""Searches for what is fastest for such arguments."""
+
+
+class Accelerated:
+    """A module as one captured graph for each shape of its inputs. Call it like the module.
+
+    Outputs are copies, without gradients; inputs are copied before each call. Parameters are those
+    of the module; after changing them call `refresh`, as some are folded into others. What cannot
+    be captured runs as the module itself, and a line in the log says why.
+    """
+
+    def __init__(
+        self, module: Callable[..., Any], maker: Maker, *, device: str = "", most_shapes: int = 8
+    ) -> None:
+        self._module = module
+        self._maker = maker
+        self._device = device
+        self._most_shapes = most_shapes
+        self._entries: dict[Any, Entry] = {}
+        self._lock = threading.RLock()
+        self._stream: Any = None
+        self._done: Any = None
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """The module as it was given."""
+        return self._module
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """One for each shape of the inputs so far."""
+        return tuple(self._entries.values())
+
+    @property
+    def plans(self) -> tuple[StreamPlan, ...]:
+        """What was found, for each shape of the inputs so far."""
+        return tuple(entry.plan for entry in self.entries if entry.plan is not None)
+
+    @property
+    def verdict(self) -> str:
+        """What was gained, a sentence for each shape of the inputs."""
+        return "; ".join(
+            entry.plan.verdict if entry.plan is not None else f"as it is: {entry.why_not}"
+            for entry in self.entries
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plans, for `placewright.torch.accelerate(..., plan=path)`."""
+        name = type(self._module).__name__
+        plans.save(self.plans, path, model=name, device=self._device)
+
+    def timelines(self, number: int = 0) -> Timelines:
+        """When each group ran on its stream, measured and expected; of the shape of that number."""
+        make = self.entries[number].timelines
+        if make is None:
+            raise ValueError("nothing is captured for these inputs, so there is no timeline")
+        return make()
+
+    def refresh(self) -> None:
+        """Takes over the module's parameters as they are now."""
+        with self._lock:
+            for entry in self.entries:
+                if entry.built is not None:
+                    entry.built.lowered.refresh()
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
+        """Searches for what is fastest for such inputs, unless that was done before."""
+        leaves, spec = flat(tuple(args), dict(kwargs))
+        return self._entry(self._key(leaves, spec), args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flat(args, kwargs)
+        key = self._key(leaves, spec)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entry(key, args, kwargs)
+        if entry.built is None:
+            return (entry.call or self._module)(*args, **kwargs)
+        if torch.is_grad_enabled() and any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        ):
+            self._say_once("an input requires a gradient, which captured calls do not give")
+            return self._module(*args, **kwargs)
+        with self._lock, torch.no_grad():
+            return self._run(entry.built, leaves)
+
+    def _run(self, built: Built, leaves: Sequence[Any]) -> Any:
+        """One call at a time: all of them use the same memory."""
+        if not torch.cuda.is_available():
+            return built(leaves)
+        stream = torch.cuda.current_stream()
+        if self._done is not None and stream != self._stream:
+            stream.wait_event(self._done)
+        made = built(leaves)
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        self._done.record(stream)
+        self._stream = stream
+        return made
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
+        forms: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                forms.append((leaf.shape, leaf.dtype, leaf.device))
+            else:
+                forms.append((type(leaf), leaf))
+        cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        return spec, tuple(forms), cast, getattr(self._module, "training", False)
+
+    def _entry(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
+        with self._lock:
+            try:
+                if key in self._entries:
+                    return self._entries[key]
+            except TypeError:  # an input that cannot be compared
+                self._say_once("an input is neither a tensor nor a plain value")
+                return Entry(why_not="inputs of another kind")
+            if len(self._entries) >= self._most_shapes:
+                self._say_once(f"inputs have more than {self._most_shapes} shapes")
+                return Entry(why_not="more shapes than most_shapes")
+            try:
+                entry = self._maker(args, kwargs)
+            except UnsuitableError as reason:
+                name = type(self._module).__name__
+                logger.warning("%s runs as it is: %s", name, reason)
+                entry = Entry(why_not=str(reason))
+            self._entries[key] = entry
+            return entry
+
+    def _say_once(self, text: str) -> None:
+        said = self.__dict__.setdefault("_said", set())
+        if text not in said:
+            said.add(text)
+            logger.warning("%s runs as it is: %s", type(self._module).__name__, text)
+
+
+def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of some arguments, and something that tells arguments of other kinds apart."""
+    if not kwargs and all(type(arg) is torch.Tensor for arg in args):
+        return args, len(args)  # the usual case, where every microsecond counts
+    return pytree.tree_flatten((args, kwargs))

@@ -1,0 +1,355 @@
+"""What groups run on: the streams of one GPU, captured; and the CPU, for what needs no GPU.
+
+Only this module calls torch.cuda.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from placewright.backends.pytorch.streams.groups import Grouped
+from placewright.backends.pytorch.streams.issue import Around, Issued, Run, issue
+from placewright.backends.pytorch.streams.schedule import Schedule
+
+
+class Ready(Protocol):
+    """Groups on streams that can be run again and again."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What the last run left."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether that is in the same memory each time."""
+
+    def replay(self) -> None:
+        """Runs all groups once; what follows on the current stream comes after them."""
+
+
+class Device(Protocol):
+    """Something with streams."""
+
+    kind: str
+    """`cuda` or `cpu`."""
+
+    def settings(self) -> contextlib.AbstractContextManager[None]:
+        """What holds while kernels are chosen and captured."""
+
+    def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
+        """How long one group takes alone, once captured."""
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Ready:
+        """Captures all groups."""
+
+    def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+        """Seconds of each of several things to run, in turns, so many times."""
+
+    def trace(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> list[tuple[float, float]]:
+        """Start and end of each group in seconds, median of some runs."""
+
+
+_REPEATS = 10
+"""Runs of a group in one capture, so that what it takes to start a capture does not count."""
+_MOST_STREAMS = 32
+_TRACED = 5
+"""Replays that a trace is the median of."""
+
+
+@dataclass(kw_only=True)
+class Gpu:
+    """The streams of one NVIDIA GPU."""
+
+    index: int
+    limit_bytes: float = math.inf
+    """Of memory for what groups make, in one run."""
+    kind: str = "cuda"
+    streams: list[Any] = field(default_factory=list)
+    """All but the first, which is the one that captures; made when they are needed."""
+    _first: Any = None
+    """The stream that captures: its own, as libraries keep workspaces for each stream."""
+    _pool: Any = None
+    _keeper: Any = None
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            with torch.cuda.device(self.index), torch.no_grad():
+                yield
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def first(self) -> Any:
+        if self._first is None:
+            self._first = torch.cuda.Stream()
+        return self._first
+
+    def _need_streams(self, count: int) -> None:
+        """Torch hands out a few dozen streams in turn; they have to be different ones."""
+        known = {s.cuda_stream for s in (self.first(), *self.streams)}
+        for _ in range(_MOST_STREAMS * 4):
+            if len(self.streams) >= count:
+                return
+            stream = torch.cuda.Stream()
+            if stream.cuda_stream not in known:
+                known.add(stream.cuda_stream)
+                self.streams.append(stream)
+        raise AssertionError(f"there are no {count} streams")
+
+    def capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        """A graph, and what the body left."""
+        if self._pool is None:
+            # The first graph keeps the memory that all captures share: one replay at a time.
+            self._pool = torch.cuda.graph_pool_handle()
+            self._keeper = self._capture(
+                lambda: torch.zeros(1, device=torch.device("cuda", self.index))
+            )
+        return self._capture(body)
+
+    def _capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
+        """As `torch.cuda.graph`, which gives back all cached memory each time."""
+        graph, first = torch.cuda.CUDAGraph(), self.first()
+        torch.cuda.synchronize()
+        collecting = gc.isenabled()
+        gc.disable()  # what it finds may call into CUDA what a capture does not allow
+        try:
+            with torch.cuda.stream(first):
+                # Other threads of the user's may use CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    made = body()
+                finally:
+                    torch.cuda.set_stream(first)
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph, made
+
+    def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
+        self._warm(lambda: run(*inputs), 2)
+
+        def body() -> None:
+            for _ in range(_REPEATS):
+                run(*inputs)
+
+        graph, _ = self.capture(body)
+        seconds = statistics.median(self.times([graph.replay], 5)[0])
+        graph.reset()
+        return seconds / _REPEATS
+
+    def _warm(self, body: Callable[[], Any], count: int) -> None:
+        stream = self.first()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> CapturedRun:
+        # Once outside of the capture: libraries set up, for each stream, what cannot be captured.
+        self._warm(lambda: self._issue(grouped, runs, schedule, given), 1)
+        graph, issued = self.capture(lambda: self._issue(grouped, runs, schedule, given))
+        return CapturedRun(graph=graph, issued=issued)
+
+    def _issue(
+        self,
+        grouped: Grouped,
+        runs: Sequence[Run],
+        schedule: Schedule,
+        given: Mapping[str, Any],
+        around: Around | None = None,
+    ) -> Issued:
+        self._need_streams(max(schedule.streams, default=0))
+        streams = _Streams([torch.cuda.current_stream(), *self.streams])
+        return issue(
+            grouped, runs, schedule, given, streams, limit_bytes=self.limit_bytes, around=around
+        )
+
+    def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in replays]
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.device(self.index):
+            for replay in replays:
+                replay()
+            torch.cuda.synchronize()
+            for _ in range(rounds):
+                for replay, seconds in zip(replays, found, strict=True):
+                    start.record()
+                    replay()
+                    end.record()
+                    end.synchronize()
+                    seconds.append(start.elapsed_time(end) / 1e3)
+        return found
+
+    def trace(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> list[tuple[float, float]]:
+        def event() -> Any:
+            return torch.cuda.Event(enable_timing=True, external=True)
+
+        zero = event()
+        events = [(event(), event()) for _ in grouped.groups]
+
+        def around(number: int, call: Callable[[], Any]) -> Any:
+            events[number][0].record()
+            made = call()
+            events[number][1].record()
+            return made
+
+        def body() -> Any:
+            zero.record()
+            return self._issue(grouped, runs, schedule, given, around)
+
+        graph, _ = self.capture(body)
+        found: list[list[tuple[float, float]]] = [[] for _ in grouped.groups]
+        for turn in range(_TRACED + 1):
+            graph.replay()
+            torch.cuda.synchronize()
+            for number, (first, last) in enumerate(events if turn else ()):
+                times = (zero.elapsed_time(first) / 1e3, zero.elapsed_time(last) / 1e3)
+                found[number].append(times)
+        graph.reset()
+        return [
+            (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times))
+            for times in found
+        ]
+
+
+class _Streams:
+    """`lanes.Hardware`: streams of one GPU."""
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self.streams = streams
+
+    def switch(self, lane: int) -> None:
+        torch.cuda.set_stream(self.streams[lane])
+
+    def record(self, lane: int) -> Any:
+        event = torch.cuda.Event()
+        event.record(self.streams[lane])
+        return event
+
+    def wait(self, lane: int, event: Any) -> None:
+        self.streams[lane].wait_event(event)
+
+    def wait_for_host(self, lane: int, semaphore: int) -> None:
+        raise AssertionError("nothing of a captured module is on the host")
+
+
+@dataclass(kw_only=True)
+class CapturedRun:
+    """One CUDA graph."""
+
+    graph: Any
+    issued: Issued
+    stays: bool = True
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self.issued.values
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(kw_only=True)
+class Cpu:
+    """One after another on the CPU: what schedules mean can be tried without a GPU."""
+
+    kind: str = "cpu"
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
+        run(*inputs)
+        return min(self.times([lambda: run(*inputs)], 3)[0])
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> _CpuRun:
+        return _CpuRun(grouped=grouped, runs=runs, schedule=schedule, given=given)
+
+    def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in replays]
+        for _ in range(rounds):
+            for replay, seconds in zip(replays, found, strict=True):
+                started = time.perf_counter()
+                replay()
+                seconds.append(time.perf_counter() - started)
+        return found
+
+    def trace(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> list[tuple[float, float]]:
+        started = time.perf_counter()
+        times = [(0.0, 0.0)] * len(grouped.groups)
+
+        def around(number: int, call: Callable[[], Any]) -> Any:
+            first = time.perf_counter() - started
+            made = call()
+            times[number] = (first, time.perf_counter() - started)
+            return made
+
+        issue(grouped, runs, schedule, given, OneAfterAnother(), around=around)
+        return times
+
+
+class OneAfterAnother:
+    """`lanes.Hardware` on which everything is done when it is issued."""
+
+    def switch(self, lane: int) -> None:
+        pass
+
+    def record(self, lane: int) -> Any:
+        return None
+
+    def wait(self, lane: int, event: Any) -> None:
+        pass
+
+    def wait_for_host(self, lane: int, semaphore: int) -> None:
+        pass
+
+
+@dataclass(kw_only=True)
+class _CpuRun:
+    grouped: Grouped
+    runs: Sequence[Run]
+    schedule: Schedule
+    given: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    stays: bool = False
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            issued = issue(self.grouped, self.runs, self.schedule, self.given, OneAfterAnother())
+        self.values = issued.values
+
+
+def forget_memory() -> None:
+    """Gives back what captures that are gone held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,152 @@
+"""What was found for a module and inputs of certain shapes: it can be saved, and applied again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from placewright.backends.pytorch.streams.groups import Fusion
+from placewright.backends.pytorch.streams.schedule import Schedule
+from placewright.errors import PlacementError
+from placewright.files import read_json, write_json
+
+FORMAT = "placewright-streams/1"
+
+Form = tuple[tuple[int, ...], str]
+"""Shape and type of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPlan:
+    """How a module is run for inputs of certain shapes."""
+
+    inputs: tuple[Form, ...]
+    """Of the tensors among the flat inputs."""
+    chosen: str
+    """What was fastest: `streams`, `one stream`, `eager`, or the name of another candidate."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median seconds of a call, of every candidate of the final comparison."""
+    fusion: Fusion = Fusion.NONE
+    fingerprint: str = ""
+    """Of the groups; empty where the module runs without any."""
+    groups: tuple[str, ...] = ()
+    """Names of the groups, in order."""
+    kernels: tuple[str, ...] = ()
+    """For each group, what computes it."""
+    group_seconds: tuple[float, ...] = ()
+    """What each takes alone, measured."""
+    streams: tuple[int, ...] = ()
+    """For each group, its stream."""
+    order: tuple[int, ...] = ()
+    """In which groups are issued."""
+    one_stream_seconds: float | None = None
+    """Of the module as it is, captured on one stream: replays alone, without copies."""
+    streams_seconds: float | None = None
+    """Of this plan, likewise."""
+    notes: tuple[str, ...] = ()
+    """What did not work, and why."""
+
+    @property
+    def on_streams(self) -> bool:
+        """Whether there is something to capture."""
+        return bool(self.fingerprint)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(streams=self.streams, order=self.order)
+
+    @property
+    def verdict(self) -> str:
+        """What was gained, in a sentence."""
+        mine = self.seconds.get(self.chosen)
+        if mine is None:
+            return f"{self.chosen}; nothing was compared"
+        others = {
+            name: seconds / mine for name, seconds in self.seconds.items() if name != self.chosen
+        }
+        compared = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in others.items())
+        what = f"{len(set(self.streams))} streams" if self.chosen == "streams" else self.chosen
+        if self.chosen not in ("streams", "one stream"):
+            what = f"no streams: nothing to gain; {what}"
+        elif self.chosen == "one stream":
+            what = "one stream: nothing to gain from more"
+        return f"{what}, {mine * 1e3:.3f} ms a call" + (f" ({compared})" if compared else "")
+
+    def to_json(self) -> dict[str, Any]:
+        document = dataclasses.asdict(self)
+        document["inputs"] = [[list(shape), dtype] for shape, dtype in self.inputs]
+        return document
+
+    @staticmethod
+    def from_json(document: object, *, where: str) -> StreamPlan:
+        try:
+            assert isinstance(document, dict)
+            given = dict(document)
+            count = len(given["groups"])
+            plan = StreamPlan(
+                inputs=tuple((tuple(int(n) for n in s), str(d)) for s, d in given.pop("inputs")),
+                chosen=str(given.pop("chosen")),
+                seconds={str(k): float(v) for k, v in given.pop("seconds").items()},
+                fusion=Fusion(given.pop("fusion")),
+                fingerprint=str(given.pop("fingerprint")),
+                groups=tuple(map(str, given.pop("groups"))),
+                kernels=tuple(map(str, given.pop("kernels"))),
+                group_seconds=tuple(map(float, given.pop("group_seconds"))),
+                streams=tuple(map(int, given.pop("streams"))),
+                order=tuple(map(int, given.pop("order"))),
+                one_stream_seconds=_number(given.pop("one_stream_seconds")),
+                streams_seconds=_number(given.pop("streams_seconds")),
+                notes=tuple(map(str, given.pop("notes"))),
+            )
+        except (AssertionError, KeyError, TypeError, ValueError) as fault:
+            raise PlacementError(f"{where}: malformed plan of streams: {fault!r}") from None
+        lengths = {len(plan.kernels), len(plan.group_seconds), len(plan.streams), count}
+        if given or len(lengths) > 1 or sorted(plan.order) != list(range(count)):
+            raise PlacementError(f"{where}: malformed plan of streams: its tables do not match")
+        if plan.streams and not 0 <= min(plan.streams) <= max(plan.streams) < _MOST_STREAMS:
+            raise PlacementError(f"{where}: malformed plan of streams: numbers of streams")
+        return plan
+
+
+_MOST_STREAMS = 32
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def forms_of(leaves: Sequence[Any]) -> tuple[Form, ...]:
+    """Shapes and types of the tensors among flat inputs."""
+    return tuple(
+        (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def save(plans: Sequence[StreamPlan], path: str | Path, *, model: str, device: str) -> None:
+    """Writes plans for one module."""
+    document = {
+        "format": FORMAT,
+        "model": model,
+        "device": device,
+        "torch": torch.__version__,
+        "plans": [plan.to_json() for plan in plans],
+    }
+    write_json(path, document, PlacementError)
+
+
+def load(path: str | Path) -> tuple[StreamPlan, ...]:
+    """Reads what `save` wrote."""
+    document = read_json(path, PlacementError, what="a plan of streams")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise PlacementError(f"{path}: not a plan of streams ({FORMAT})")
+    plans = document.get("plans")
+    if not isinstance(plans, list):
+        raise PlacementError(f"{path}: malformed plan of streams: it holds no plans")
+    return tuple(StreamPlan.from_json(plan, where=str(path)) for plan in plans)

@@ -1,0 +1,106 @@
+"""Whether the daemons of Ray that this process depends on are there.
+
+Ray ends the process that uses it, without a word, soon after its raylet is gone, and a minute after
+it lost the cluster's head (GCS). So both are watched, and whoever is about to ask Ray for something
+asks here first: what was found until then can still be saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+
+from placewright.errors import WorkerError
+
+_HEAD_SECONDS = 5.0
+"""A head that cannot be reached for so long is gone. One that stores what it knows can be restarted
+in less."""
+
+_ASK_SECONDS = 0.5
+
+
+class Watch:
+    """Watches one raylet, on this machine, and one head, anywhere, until it is closed."""
+
+    def __init__(self, raylet_socket: str, head: str) -> None:
+        self._head = head
+        self._raylet = _listener(raylet_socket)
+        self._lost = ""
+        self._closed = threading.Event()
+        threading.Thread(target=self._ask_head, name="ray-watch", daemon=True).start()
+
+    def lost(self) -> str:
+        """Who is gone, or nothing."""
+        if not self._lost and self._raylet is not None and _ended(self._raylet):
+            self._lost = "Ray's process on this machine (raylet) has ended"
+        return self._lost
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._raylet is not None:
+            os.close(self._raylet)
+            self._raylet = None
+
+    def _ask_head(self) -> None:
+        host, _, port = self._head.rpartition(":")
+        answered = time.monotonic()
+        while not self._closed.wait(_ASK_SECONDS):
+            with contextlib.suppress(OSError):
+                address = host.strip("[]"), int(port)
+                socket.create_connection(address, timeout=_HEAD_SECONDS).close()
+                answered = time.monotonic()
+            silent = time.monotonic() - answered
+            if silent > _HEAD_SECONDS and not self._lost:
+                self._lost = (
+                    f"the head of the Ray cluster (gcs_server at {self._head}) cannot be reached "
+                    f"for {silent:.0f} s; has it ended?"
+                )
+
+
+_watches: list[Watch] = []
+"""The present one, if any; a process has one Ray at a time."""
+
+
+def begin(raylet_socket: str, head: str) -> None:
+    _watches[:] = [Watch(raylet_socket, head)]
+
+
+def end() -> None:
+    """What is lost is still told."""
+    for watch in _watches:
+        watch.close()
+
+
+def lost() -> str:
+    """Who of the present Ray is gone, or nothing."""
+    return _watches[0].lost() if _watches else ""
+
+
+def check() -> None:
+    """Raises where Ray cannot be asked any more."""
+    if lost():
+        raise WorkerError(lost())
+
+
+def _listener(path: str) -> int | None:
+    """A handle of the process that listens at a Unix socket; None where the system has none."""
+    with contextlib.suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_HEAD_SECONDS)
+        asking.connect(path)
+        size = struct.calcsize("3i")
+        pid, _, _ = struct.unpack(
+            "3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        return os.pidfd_open(pid)
+    return None
+
+
+def _ended(process: int) -> bool:
+    asked = select.poll()
+    asked.register(process, select.POLLIN)
+    return bool(asked.poll(0))

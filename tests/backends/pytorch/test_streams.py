@@ -1,0 +1,800 @@
+"""Groups on streams: what is fused computes the same, no stream reads freed memory, plans last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import placewright.torch
+from placewright import acceleration
+from placewright.acceleration import AccelerateConfig, accelerated
+from placewright.backends.pytorch.lanes import OverLimitError
+from placewright.backends.pytorch.streams import kernels, passes, schedule
+from placewright.backends.pytorch.streams import plan as plans
+from placewright.backends.pytorch.streams.accelerated import Accelerated
+from placewright.backends.pytorch.streams.built import Lowered, build, lower
+from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
+from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
+from placewright.backends.pytorch.streams.issue import Run, issue
+from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
+from placewright.backends.pytorch.streams.plan import StreamPlan
+from placewright.backends.pytorch.streams.schedule import Schedule, Work
+from placewright.backends.pytorch.streams.tuning import Tuner, distance, untuned
+from placewright.errors import ClusterError, PlacementError, SearchError
+
+
+class Branches(nn.Module):
+    """Four convolutions side by side, twice; then what networks of that kind have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(True))
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, k, padding=k // 2), nn.BatchNorm2d(8), nn.ReLU())
+            for k in (1, 3, 1, 3)
+        )
+        self.head = nn.Linear(32, 5)
+        _disturb(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = self.branches[0](x) + self.branches[1](x) + F.max_pool2d(x, 3, 1, 1)
+        x = torch.cat([branch(x) for branch in self.branches], 1)
+        logits: torch.Tensor = self.head(x.mean((2, 3)))
+        return logits
+
+
+class Residual(nn.Module):
+    """Sums before ReLUs, convolutions of each channel by itself, other activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(8, 8, 3, padding=1)
+        self.each = nn.Conv2d(8, 8, 5, padding=2, stride=2, groups=8)
+        self.wide = nn.Conv2d(8, 12, 1)
+        self.norm = nn.BatchNorm2d(8)
+        _disturb(self)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = F.relu(self.inner(x) + x)
+        y = F.relu(self.norm(y))
+        z = self.each(F.relu(y))
+        return {"z": F.silu(self.wide(z)), "y": y, "x": x}
+
+
+class Attention(nn.Module):
+    """Views of all kinds between products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.wide, self.narrow = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (
+            t.view(*x.shape[:2], 4, 4).transpose(1, 2)
+            for t in self.qkv(self.norm(x) * scale).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(y)
+        x = x + self.narrow(F.gelu(self.wide(x), approximate="tanh"))
+        return x, x.mean(1)[:, ::2]
+
+
+def _disturb(module: nn.Module) -> None:
+    """Batch norms that do something."""
+    for norm in module.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            nn.init.normal_(norm.running_mean, 0, 0.3)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+            nn.init.uniform_(norm.weight, 0.5, 2)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "branches": (Branches, lambda: torch.randn(2, 3, 12, 12)),
+    "residual": (Residual, lambda: torch.randn(2, 8, 9, 9)),
+    "attention": (Attention, lambda: torch.randn(2, 6, 16)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    model, inputs = MODELS[name]
+    return model().eval(), inputs()
+
+
+def lowered(module: nn.Module, *inputs: torch.Tensor, fusion: Fusion) -> Lowered:
+    return lower(trace(module, inputs, {}), inputs, {}, fusion)
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    leaves: list[torch.Tensor] = torch.utils._pytree.tree_leaves(value)
+    return leaves
+
+
+def assert_close(value: Any, wanted: Any, share: float = 1e-5) -> None:
+    assert distance(flat(value), flat(wanted)) <= share
+
+
+# --- what is fused computes the same -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fusion", Fusion)
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_compute_what_the_module_does(name: str, fusion: Fusion) -> None:
+    model, x = made(name)
+    low = lowered(model, x, fusion=fusion)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    for streams in (1, 3):
+        built = build(low, Cpu(), tuned.runs, schedule.list_schedule(work, streams))
+        other = torch.randn_like(x)
+        with torch.no_grad():
+            got, wanted = built([other]), model(other)
+        if fusion is Fusion.NONE:
+            for a, b in zip(flat(got), flat(wanted), strict=True):
+                assert torch.equal(a, b)
+                assert a.stride() == torch.empty_like(b).stride()  # copies have no gaps
+        assert_close(got, wanted)
+
+
+def test_fusion_leaves_fewer_groups() -> None:
+    model, x = made("branches")
+    counts = [len(lowered(model, x, fusion=f).grouped.groups) for f in Fusion]
+    assert counts[0] > counts[1] > counts[2]
+    assert lowered(model, x, fusion=Fusion.FOLDED).folded == 7
+
+
+@pytest.mark.filterwarnings("ignore")  # of Inductor, about torch itself
+def test_every_kernel_computes_what_torch_does() -> None:
+    seen: dict[str, int] = {}
+    for name in MODELS:
+        model, x = made(name)
+        low = lowered(model, x, fusion=Fusion.REGIONS)
+        values: dict[str, Any] = dict(low.given)
+        with torch.no_grad():
+            for one in low.grouped.groups:
+                inputs = [values[i] for i in one.inputs]
+                wanted = kernels.make(one, kernels.ATEN)(*inputs)
+                for kernel in kernels.names_for(one, "cpu")[1:]:
+                    if kernel in kernels.COMPILED and seen.get(kernel, 0) >= 2:
+                        continue  # compiling takes a second
+                    assert_close(kernels.make(one, kernel)(*inputs), wanted, 1e-3)
+                    seen[kernel] = seen.get(kernel, 0) + 1
+                values.update(zip(one.outputs, wanted, strict=True))
+    assert set(seen) == {"product", "region", "tail"}
+
+
+def test_convolutions_with_relu_are_one_call_of_cudnn() -> None:
+    model, x = made("residual")
+    grouped = lowered(model, x, fusion=Fusion.FOLDED).grouped
+    sums = [g for g in grouped.groups if "cudnn" in kernels.names_for(g, "cuda")]
+    assert sums
+    code = kernels.make(sums[0], "cudnn").code  # type: ignore[attr-defined]
+    assert "cudnn_convolution_add_relu" in code
+    assert "aten.relu" not in code
+
+
+@pytest.mark.filterwarnings("ignore")  # of Inductor, about torch itself
+def test_many_regions_are_compiled_one_by_one() -> None:
+    """torch.compile gives up on a function that it has compiled too often."""
+    graph = group_of(lambda x: x.sin().cos()).module
+    compiled = []
+    for _ in range(12):
+        one = torch.fx.GraphModule(nn.Module(), graph.graph)
+        compiled.append(kernels._compiled(one))
+    for i, run in enumerate(compiled):
+        x = torch.randn(3, i + 1)
+        assert_close(run(x), x.sin().cos())
+
+
+def group_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    grouped = lowered(Module(), torch.randn(3, 4), fusion=Fusion.REGIONS).grouped
+    (only,) = grouped.groups
+    return only
+
+
+def test_folding_follows_the_parameters_on_request() -> None:
+    model, x = made("branches")
+    low = lowered(model, x, fusion=Fusion.FOLDED)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    built = build(low, Cpu(), tuned.runs, schedule.one_stream(work))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        low.refresh()
+        assert_close(built([x]), model(x))
+
+
+def test_a_group_that_gives_back_its_input_gets_memory_of_its_own() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().contiguous().flatten().cos()
+
+    model, x = Model(), torch.randn(4, 5)
+    low = lowered(model, x, fusion=Fusion.NONE)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    built = build(low, Cpu(), tuned.runs, schedule.list_schedule(work, 2))
+    assert torch.equal(built([x]), model(x))
+
+
+def test_distance_sees_what_differs() -> None:
+    a = torch.ones(4)
+    assert distance([a], [a]) == 0
+    assert distance([a * 2], [a]) == pytest.approx(1)
+    assert distance([a.double()], [a]) == float("inf")
+    assert distance([a.int()], [a.int() + 1]) == float("inf")
+    nan = torch.tensor([1.0, float("nan")])
+    assert distance([nan], [nan]) == 0
+    assert distance([torch.ones(2)], [nan]) == float("inf")
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    count = draw(st.integers(1, 25))
+    return Work(
+        seconds=tuple(draw(st.integers(1, 9)) * 1e-6 for _ in range(count)),
+        before=tuple(
+            tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=3)))) if i else ()
+            for i in range(count)
+        ),
+    )
+
+
+@given(works(), st.integers(1, 5), st.booleans())
+def test_list_schedules_keep_what_waits_for_what(work: Work, streams: int, rank: bool) -> None:
+    made = schedule.list_schedule(work, streams, by_rank=rank)
+    assert sorted(made.order) == list(range(len(work.seconds)))
+    assert 1 <= made.num_streams <= streams
+    assert max(made.streams) == made.num_streams - 1
+    place = {number: i for i, number in enumerate(made.order)}
+    for number, sources in enumerate(work.before):
+        for source in sources:
+            assert place[source] < place[number]
+            assert made.end_seconds[source] <= made.start_seconds[number] + 1e-12
+    assert made.seconds >= work.critical_seconds - 1e-12
+    if streams == 1:
+        assert made.seconds == pytest.approx(work.total_seconds)
+
+
+def test_a_chain_has_no_schedules() -> None:
+    work = Work(seconds=(1e-5,) * 4, before=((), (0,), (1,), (2,)))
+    assert acceleration.schedules(work, 4) == []
+    wide = Work(seconds=(1e-5,) * 4, before=((), (), (), ()))
+    assert max(s.num_streams for s in acceleration.schedules(wide, 4)) == 4
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorder:
+    """`lanes.Hardware` that notes what happens before what."""
+
+    current: int = 0
+    points: list[list[Any]] = field(default_factory=list)
+    """For each lane what it was given: groups and, as (lane, position), what it waits for."""
+
+    def lane(self, number: int) -> list[Any]:
+        while len(self.points) <= number:
+            self.points.append([])
+        return self.points[number]
+
+    def switch(self, lane: int) -> None:
+        self.current = lane
+
+    def record(self, lane: int) -> tuple[int, int]:
+        return lane, len(self.lane(lane))
+
+    def wait(self, lane: int, event: Any) -> None:
+        self.lane(lane).append(event)
+
+    def wait_for_host(self, lane: int, semaphore: int) -> None:
+        raise AssertionError
+
+    def before(self, lane: int, position: int) -> set[tuple[int, int]]:
+        """Every point that a point of a lane comes after."""
+        seen: set[tuple[int, int]] = set()
+        open_ = [(lane, position)]
+        while open_:
+            at, end = open_.pop()
+            for i in range(end):
+                if (at, i) in seen:
+                    continue
+                seen.add((at, i))
+                point = self.lane(at)[i]
+                if isinstance(point, tuple):
+                    open_.append(point)
+        return seen
+
+
+def diamonds(before: Sequence[Sequence[int]]) -> Grouped:
+    """A graph of sums, each group an op."""
+    aten = torch.ops.aten
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    made: list[torch.fx.Node] = []
+    for i, sources in enumerate(before):
+        y = graph.call_function(aten.mul.Tensor, (x, i + 1))
+        for source in sources:
+            y = graph.call_function(aten.add.Tensor, (y, made[source]))
+        made.append(y)
+    total = made[-1]
+    for one in made[::3]:
+        total = graph.call_function(aten.add.Tensor, (total, one))
+    graph.output((total,))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(3)
+    return group(Net(graph=graph, constants={}, leaves=("x",), tree=None), Fusion.NONE)
+
+
+@settings(max_examples=30)
+@given(works(), st.integers(0, 10**6))
+def test_no_stream_reads_memory_that_another_may_have_taken(work: Work, seed: int) -> None:
+    x, grouped = torch.arange(3.0), diamonds(work.before)
+    count = len(grouped.groups)
+    draw = random.Random(seed)
+    streams = [draw.randrange(4) for _ in range(count)]
+    order = sorted(range(count))
+    hardware = Recorder()
+    point_of: dict[int, tuple[int, int]] = {}
+    freed: list[tuple[str, int, int]] = []
+    """Value, the lane that owns it, and how many points that lane had when it was let go of."""
+    alive: set[str] = set()
+    most = [0]
+
+    def watched(number: int, run: Run) -> Run:
+        def call(*inputs: Any) -> list[Any]:
+            lane = streams[number]
+            assert hardware.current == lane
+            point_of[number] = (lane, len(hardware.lane(lane)))
+            hardware.lane(lane).append(number)
+            outputs = [value.clone() for value in run(*inputs)]
+            for name, value in zip(grouped.groups[number].outputs, outputs, strict=True):
+                alive.add(name)
+                weakref.finalize(value, gone, name, lane)
+            most[0] = max(most[0], len(alive))
+            return outputs
+
+        return call
+
+    def gone(name: str, lane: int) -> None:
+        alive.discard(name)
+        if len(point_of) < count:  # after the last one nothing is made any more
+            freed.append((name, lane, len(hardware.lane(lane))))
+
+    runs = [watched(i, g.module) for i, g in enumerate(grouped.groups)]
+    plan = Schedule(streams=tuple(streams), order=tuple(order))
+    issued = issue(grouped, runs, plan, {"x": x}, hardware)
+    done = list(freed)
+    (value,) = grouped.finish(*[issued.values[name] for name in grouped.kept])
+    plain: dict[str, Any] = {"x": x}
+    for one in grouped.groups:
+        inputs = [plain[name] for name in one.inputs]
+        plain.update(zip(one.outputs, one.module(*inputs), strict=True))
+    assert torch.equal(value, plain[grouped.kept[0]])
+    readers: dict[str, list[int]] = {}
+    for number, one in enumerate(grouped.groups):
+        for name in one.inputs:
+            readers.setdefault(name, []).append(number)
+    for number, sources in enumerate(grouped.before):
+        seen = hardware.before(*point_of[number])
+        assert all(point_of[source] in seen for source in sources)
+    for name, lane, length in done:
+        # What the lane is given next may get the memory.
+        seen = hardware.before(lane, length)
+        assert all(point_of[number] in seen for number in readers.get(name, ()))
+    if set(streams) == {0}:
+        assert most[0] < count
+    ends = hardware.before(0, len(hardware.lane(0)))
+    assert all(point in ends for point in point_of.values())
+
+
+def test_memory_is_short() -> None:
+    class Wide(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = x
+            for i in range(6):
+                total = total + (x * i).sin()
+            return total
+
+    model, x = Wide(), torch.ones(1000)
+    low = lowered(model, x, fusion=Fusion.NONE)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    wide = schedule.list_schedule(work, 4)
+    free = issue(low.grouped, tuned.runs, wide, low.given, OneAfterAnother())
+    narrow = schedule.timed(work, [0] * len(wide.order), range(len(wide.order)))
+    least = issue(low.grouped, tuned.runs, narrow, low.given, OneAfterAnother()).peak_bytes
+    assert least < free.peak_bytes
+    with pytest.raises(OverLimitError, match="needed"):
+        issue(
+            low.grouped, tuned.runs, wide, low.given, OneAfterAnother(), limit_bytes=least - 1
+        )  # fmt: skip
+
+
+# --- what cannot be captured ---------------------------------------------------------------------
+
+
+class ByData(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x - 1
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+
+class Sized(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (ByData(), "cannot be exported"),
+        (InPlace(), "writes to its input"),
+        (Sized(), "sizes depend"),
+        (nn.Sequential(nn.BatchNorm1d(4)), "in training mode"),
+    ],
+    ids=["control flow", "in place", "sizes", "training"],
+)
+def test_what_cannot_be_captured_runs_as_it_is(
+    model: nn.Module, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        fast = fake(model)
+        x = torch.randn(3, 4)
+        a, b = fast(x.clone()), model(x.clone())
+        fast(x.clone())
+    assert_close(a, b)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said in line
+    assert "\n" not in line
+    assert fast.entries[0].built is None
+    assert said in fast.verdict
+
+
+def test_without_cuda() -> None:
+    model, x = made("branches")
+    with pytest.raises(ClusterError, match="not on a CUDA device"):
+        placewright.torch.accelerate(model, x)
+    assert placewright.torch.accelerate(model, x, without_cuda="model") is model
+    with pytest.raises(SearchError, match="without_cuda"):
+        placewright.torch.accelerate(model, x, without_cuda="maybe")
+
+
+def test_dropout_draws_what_the_module_draws() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, 0.5, True) + F.dropout(x.sin(), 0.3, True)
+
+    model, x = Drops(), torch.randn(64)
+    low = lowered(model, x, fusion=Fusion.REGIONS)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    built = build(low, Cpu(), tuned.runs, schedule.list_schedule(work, 3))
+    torch.manual_seed(3)
+    got = [built([x]), built([x])]
+    torch.manual_seed(3)
+    assert all(torch.equal(a, model(x)) for a in got)
+    assert not torch.equal(*got)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"streams": 0}, {"seconds": 0}, {"rounds": 0}, {"method": "magic"}], ids=str
+)
+def test_bad_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(SearchError):
+        AccelerateConfig(**settings)
+
+
+# --- the search, on a device whose times are what the schedule says -------------------------------
+
+
+@dataclass(kw_only=True)
+class Fake(Cpu):
+    """Groups take 10 us, streams really run side by side, and the module itself takes 1 ms."""
+
+    clock: float = 0.0
+    trials: int = 0
+    timed: int = 0
+
+    def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
+        self.timed += 1
+        return 1e-5
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Any:
+        self.trials += 1
+        inner = Cpu.ready(self, grouped, runs, schedule, given)
+        return _Timed(
+            self, inner, Work(seconds=(1e-5,) * len(runs), before=grouped.before), schedule
+        )
+
+    def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
+        found = []
+        for replay in replays:
+            self.clock = 0.0
+            replay()
+            found.append([self.clock or 1e-3] * rounds)
+        return found
+
+
+class _Timed:
+    stays = False
+
+    def __init__(self, device: Fake, inner: Any, work: Work, plan: Schedule) -> None:
+        self.device, self.inner = device, inner
+        self.seconds = schedule.timed(work, plan.streams, plan.order).seconds
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        values: Mapping[str, Any] = self.inner.values
+        return values
+
+    def replay(self) -> None:
+        self.inner.replay()
+        self.device.clock += self.seconds
+
+
+def fake(
+    model: nn.Module,
+    device: Fake | None = None,
+    *,
+    known: Sequence[StreamPlan] = (),
+    candidates: Mapping[str, Callable[..., Any]] | None = None,
+    **settings: Any,
+) -> Accelerated:
+    given: dict[str, Any] = {"method": "list", "fusion": Fusion.FOLDED, "rounds": 2}
+    config = AccelerateConfig(**(given | settings))
+    return accelerated(model, device or Fake(), config, known=known, candidates=candidates)
+
+
+def test_branches_go_on_streams() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    with torch.no_grad():
+        assert_close(fast(x), model(x))
+        other = torch.randn_like(x)
+        assert_close(fast(other), model(other))
+    (plan,) = fast.plans
+    assert plan.chosen == "streams"
+    assert plan.schedule.num_streams > 1
+    assert plan.seconds["streams"] < plan.seconds["one stream"] < plan.seconds["eager"]
+    assert "streams" in fast.verdict
+
+
+def test_a_chain_stays_on_one_stream() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()).eval()
+    fast = fake(model)
+    fast.prepare((torch.randn(2, 4),), {})
+    assert fast.plans[0].chosen == "one stream"
+    assert "nothing to gain" in fast.verdict
+
+
+def test_the_fastest_candidate_is_taken_and_a_wrong_one_is_not() -> None:
+    model, x = made("branches")
+    device = Fake()
+
+    def quick(x: torch.Tensor) -> torch.Tensor:
+        device.clock = 1e-9
+        made: torch.Tensor = model(x)
+        return made
+
+    fast = fake(model, device, candidates={"quick": quick})
+    with torch.no_grad():
+        fast(x)
+        assert fast.plans[0].chosen == "quick"
+        assert "no streams" in fast.verdict
+        wrong = fake(model, device, candidates={"wrong": lambda x: quick(x) * 2})
+        wrong(x)
+    assert wrong.plans[0].chosen == "streams"
+    assert any("wrong: is off by" in note for note in wrong.plans[0].notes)
+
+
+@pytest.mark.parametrize("method", ["local-search", "ppo"])
+def test_methods_improve_by_measured_times(method: str) -> None:
+    model, x = made("branches")
+    device = Fake()
+    fast = fake(model, device, method=method, seconds=20.0)
+    fast.prepare((x,), {})
+    listed = fake(model)
+    listed.prepare((x,), {})
+    assert device.trials > (40 if method == "local-search" else 12)
+    assert fast.plans[0].seconds["streams"] <= listed.plans[0].seconds["streams"] * 1.001
+
+
+def test_each_shape_has_its_own_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = made("attention")
+    fast = fake(model, most_shapes=2)
+    with torch.no_grad():
+        for size in (2, 3, 2, 3):
+            y = torch.randn(size, 6, 16)
+            assert_close(fast(y), model(y))
+        assert len(fast.entries) == 2
+        with caplog.at_level(logging.WARNING):
+            y = torch.randn(5, 6, 16)
+            assert_close(fast(y, scale=0.5), model(y, scale=0.5))
+            fast(y, scale=0.5)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "more than 2 shapes" in said
+    assert len(fast.entries) == 2
+
+
+def test_inputs_with_gradients_run_as_they_are() -> None:
+    model, x = made("attention")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    assert not fast(x)[0].requires_grad
+    assert fast(x.requires_grad_())[0].requires_grad
+
+
+def test_outputs_are_copies() -> None:
+    model, x = made("branches")
+    with torch.no_grad():
+        fast = fake(model)
+        first = fast(x)
+        kept = first.clone()
+        fast(torch.randn_like(x))
+        assert torch.equal(first, kept)
+
+
+def test_timelines_name_each_group_twice() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    lines = fast.timelines()
+    assert len(lines.measured) == len(lines.expected) == len(fast.plans[0].groups)
+    assert lines.expected_seconds > 0
+    events = [e for e in lines.chrome_trace()["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == 2 * len(lines.names)
+    assert {e["tid"] for e in events} == set(fast.plans[0].streams)
+    assert "stream 0" in lines.table()
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_applied_without_a_search(tmp_path: Path) -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    fast.save(tmp_path / "plan.json")
+    known = plans.load(tmp_path / "plan.json")
+    assert known == fast.plans
+    device = Fake()
+    again = fake(model, device, known=known)
+    with torch.no_grad():
+        assert_close(again(x), model(x))
+    assert (device.trials, device.timed) == (1, 0)
+    assert again.plans == fast.plans
+    other = Branches().eval()
+    other.branches[0] = nn.Identity()
+    with pytest.raises(PlacementError, match="other groups"):
+        fake(other, known=known)(x)
+
+
+def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    path = tmp_path / "plan.json"
+    fast.save(path)
+    whole = json.loads(path.read_text())
+
+    def refused(document: object) -> None:
+        path.write_text(json.dumps(document))
+        with pytest.raises(PlacementError, match=r"plan\.json"):
+            plans.load(path)
+
+    refused([])
+    refused(whole | {"format": "another"})
+    refused(whole | {"plans": 3})
+    for key, value in (("order", [0]), ("fusion", "much"), ("streams", ["a"]), ("kernels", [])):
+        refused(whole | {"plans": [whole["plans"][0] | {key: value}]})
+    bad = dict(whole["plans"][0])
+    bad.pop("chosen")
+    refused(whole | {"plans": [bad]})
+    streams = [99] * len(whole["plans"][0]["streams"])
+    refused(whole | {"plans": [whole["plans"][0] | {"streams": streams}]})
+
+
+def test_torch_compile_calls_it() -> None:
+    model, x = made("branches")
+    found: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        config = AccelerateConfig(method="list", fusion=Fusion.FOLDED)
+        found.append(acceleration.on_first_call(graph, Fake(), config))
+        call: Callable[..., Any] = found[-1]
+        return call
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn_like(x)
+            assert_close(compiled(x), model(x))
+    assert len(found) == 1
+    assert "placewright" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_the_backend_says_why_it_leaves_a_module_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = made("attention")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="placewright")
+    with caplog.at_level(logging.WARNING):
+        assert compiled(x)[0].requires_grad
+        with torch.no_grad():
+            assert_close(compiled(x), model(x))
+    said = [r.getMessage() for r in caplog.records if "placewright" in r.getMessage()]
+    assert len(said) == 2
+    assert "gradients are wanted" in said[0]
+    assert "not on a CUDA device" in said[1]
+
+
+def test_simplify_and_fold_do_not_touch_what_was_traced() -> None:
+    model, x = made("branches")
+    net = trace(model, (x,), {})
+    before = str(net.graph)
+    copy = net.copy()
+    passes.simplify(copy)
+    assert passes.fold(copy) == 7
+    group(copy, Fusion.REGIONS)
+    assert str(net.graph) == before
+
+
+def test_an_unsuitable_module_says_so() -> None:
+    with pytest.raises(UnsuitableError, match="exported"):
+        trace(ByData(), (torch.ones(2),), {})
+
+
+def test_the_tuner_drops_what_fails() -> None:
+    class Broken(Cpu):
+        def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
+            code = run.code if isinstance(run, torch.fx.GraphModule) else ""
+            if "addmm" in code:
+                raise RuntimeError("no such kernel")
+            return 1e-7 if "pointwise_product" in code else 1e-5
+
+    model, x = made("residual")
+    low = lowered(model, x, fusion=Fusion.FOLDED)
+    with torch.no_grad():
+        tuned = Tuner(device=Broken()).tune(low.grouped, low.given, Fusion.FOLDED)
+    assert "product" in tuned.names

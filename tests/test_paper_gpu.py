@@ -1,0 +1,179 @@
+"""The benchmark of the paper's experiment on a GPU, run on a simulated one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks import gpu_cases, gpu_tables, paper_gpu
+from benchmarks.common import read_csv
+from benchmarks.gpu_cases import IN_ORDER, Case, problem_of
+from benchmarks.paper_gpu import Settings
+from placewright.backends.base import Run, Trace, Transfer
+from placewright.cluster import Cluster
+from placewright.journal import read_trials
+from placewright.measurement import Measurement, Outcome
+from placewright.placement import everything_on
+from placewright.problem import make_problem
+from placewright.simulator import Simulator
+from placewright.testing import layered_graph
+from tests.simulated_machine import SimulatedProgram, SimulatedRunner, as_it_is
+
+GRAPH = layered_graph(120, 6)
+CASE = Case(model="nmt", machine="paper", partitions=2)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[SimulatedRunner]:
+    """What is started in place of a GPU."""
+    started: list[SimulatedRunner] = []
+
+    def runner(program: SimulatedProgram, cluster: Cluster, config: object) -> SimulatedRunner:
+        truth = as_it_is(make_problem(program.graph, cluster), seed=2)
+        started.append(SimulatedRunner(truth, noise=0.003, steps=1))
+        return started[-1]
+
+    @contextlib.contextmanager
+    def programs(cases: Sequence[Case], scale: str) -> Iterator[Callable[[str], Any]]:
+        yield lambda model: SimulatedProgram(GRAPH)
+
+    monkeypatch.setattr(paper_gpu, "TorchRunner", runner)
+    monkeypatch.setattr(paper_gpu, "_programs", programs)
+    monkeypatch.setattr(paper_gpu, "_compile", lambda: None)
+    return started
+
+
+def test_a_case_is_searched_measured_and_explained(
+    machine: list[SimulatedRunner], tmp_path: Path
+) -> None:
+    first = Settings(
+        output=tmp_path / "out", prepared=tmp_path / "prepared", cases=(CASE,),
+        search_seconds=2.0, methods=("local-search",),
+    )  # fmt: skip
+    paper_gpu.run_cases(first)
+    rows = read_csv(tmp_path / "out" / "paper_gpu.csv")
+    by_method = {row["method"]: row for row in rows}
+    assert list(by_method) == [
+        "cpu only", "one gpu", "scotch", "mincut", "expert", "heft", "m-etf", "local-search",
+    ]  # fmt: skip
+    assert by_method["one gpu"]["outcome"] == "out of memory"
+    assert by_method["heft"]["costs"] == "calibrated"
+    assert float(by_method["heft"]["half_width_seconds"]) < float(by_method["heft"]["step_seconds"])
+    journal = tmp_path / "out" / CASE.name / "local-search" / "journal.jsonl"
+    before = journal.read_bytes()
+
+    # With more methods it goes on: what is searched already is not searched again.
+    methods = ("ppo warm", "simulate+measure", "local-search")
+    more = Settings(
+        output=tmp_path / "out", prepared=tmp_path / "prepared", cases=(CASE,),
+        search_seconds=2.0, methods=methods, train_steps=5,
+    )  # fmt: skip
+    paper_gpu.run_cases(more)
+    assert journal.read_bytes() == before
+    rows = read_csv(tmp_path / "out" / "paper_gpu.csv")
+    by_method = {row["method"]: row for row in rows}
+    assert len(rows) == len(by_method) == 10
+    for method in methods:
+        found = json.loads(
+            (tmp_path / "out" / CASE.name / method.replace(" ", "-") / "found.json").read_text()
+        )
+        assert by_method[method]["placement"] == found["placement"]
+        assert int(by_method[method]["trials"]) == found["trials"] >= 0
+    problem = problem_of(CASE, GRAPH)
+    trials = read_trials(tmp_path / "out" / CASE.name / "references.jsonl", problem)
+    assert {trial.placer for trial in trials} == {"single", "expert", "heft"}
+    assert int(by_method["local-search"]["trials"]) > 0
+    found_seconds = min(float(by_method[method]["step_seconds"]) for method in methods)
+    assert found_seconds <= float(by_method["expert"]["step_seconds"])
+
+    # Another call has nothing to do.
+    runs = len(machine)
+    paper_gpu.run_cases(more)
+    assert len(machine) == runs
+    assert not (tmp_path / "out" / "faults.csv").exists()
+
+    analysis = read_csv(tmp_path / "out" / "analysis.csv")
+    assert {row["device"] for row in analysis} == {"cpu:0", "gpu:0/part:0", "gpu:0/part:1"}
+    assert sum(float(row["compute_seconds"]) for row in analysis) > 0
+    assert any(float(row["copy_seconds"]) > 0 for row in analysis)
+    assert len(read_csv(tmp_path / "out" / "training.csv")) in (5, 10)
+    for table, file in (
+        (gpu_tables.main_table, "paper_gpu"), (gpu_tables.details_table, "paper_gpu"),
+        (gpu_tables.rewards_table, "runs_of_searches"), (gpu_tables.analysis_table, "analysis"),
+        (gpu_tables.training_table, "training"), (gpu_tables.where_table, "where"),
+    ):  # fmt: skip
+        text = table(read_csv(tmp_path / "out" / f"{file}.csv"))
+        assert "nmt, 2 GPUs of 8 SMs, fp32" in text
+
+
+def test_a_fault_is_written_down_and_the_next_case_is_run(
+    machine: list[SimulatedRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def broken(case: Case, *more: object) -> None:
+        tried.append(case)
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(paper_gpu, "run_case", broken)
+    cases = (CASE, Case(model="rnnlm", machine="paper", partitions=2))
+    paper_gpu.run_cases(Settings(output=tmp_path, cases=cases, search_seconds=1.0))
+    assert tried == list(cases)
+    assert len(read_csv(tmp_path / "faults.csv")) == 2
+
+
+def test_cases_begin_with_the_most_important() -> None:
+    assert [case.name for case in IN_ORDER[:3]] == [
+        "nmt-paper-4", "inception_v3-paper-4", "rnnlm-paper-4",
+    ]  # fmt: skip
+    assert len(IN_ORDER) == 12
+    assert Case.of("inception_v3-modern-2") == Case(
+        model="inception_v3", machine="modern", partitions=2
+    )
+    with pytest.raises(SystemExit, match="expected MODEL-MACHINE-PARTITIONS"):
+        Case.of("nmt-k80-2")
+
+
+def test_nmt_needs_more_memory_than_a_partition_has() -> None:
+    problem = problem_of(CASE, GRAPH)
+    assert problem.cluster.device_names == ("cpu:0", "gpu:0/part:0", "gpu:0/part:1")
+    single = everything_on(problem, 1)
+    assert not Simulator(problem).run(single.devices[None]).ok[0]
+    other = problem_of(Case(model="rnnlm", machine="modern", partitions=4), GRAPH)
+    assert len(other.cluster.devices) == 5
+    single = everything_on(other, 1)
+    assert Simulator(other).run(single.devices[None]).ok[0]
+
+
+def test_what_was_prepared_is_found_by_names(tmp_path: Path) -> None:
+    problem = problem_of(CASE, GRAPH)
+    names, devices = problem.grouping.names, problem.cluster.device_names
+    where = {name: devices[1 + number % 2] for number, name in enumerate(names)}
+    del where[names[5]]  # another version of torch calls it otherwise
+    document = {"costs": "estimated", "placements": {"scotch": where}}
+    (tmp_path / f"{CASE.name}.json").write_text(json.dumps(document))
+    found = gpu_cases.prepared(tmp_path, CASE, problem)
+    expected = [1 + number % 2 for number in range(len(names))]
+    expected[5] = expected[4]
+    assert found["scotch"].placement.devices.tolist() == expected
+    assert found["scotch"].costs == "estimated, prepared"
+    assert gpu_cases.prepared(tmp_path / "none", CASE, problem) == {}
+
+
+def test_copies_count_for_both_devices() -> None:
+    trace = Trace(
+        op_seconds={"a": 0.5, "b (odd)": 0.25},
+        device_of={"a": 1, "b (odd)": 2},
+        transfers=(Transfer("a (gpu:0/part:0 -> gpu:0/part:1)", 4, 0.125),),
+        step_seconds=(1.0,),
+    )
+    run = Run(measurement=Measurement(outcome=Outcome.OK, step_seconds=(1.0,)), trace=trace)
+    names = ("cpu:0", "gpu:0/part:0", "gpu:0/part:1")
+    assert paper_gpu.busy_seconds(run, names) == ([0.0, 0.5, 0.25], [0.0, 0.125, 0.125])
