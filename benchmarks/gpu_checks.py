@@ -8,8 +8,10 @@ say when and where they last passed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +42,7 @@ def main() -> int:
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu",
-             "--tb=short", "--durations=8", file],
+             "--tb=short", "--durations=8", "--maxfail=4", "--show-capture=no", file],
             stdout=log.open("w", encoding="utf-8"),
             stderr=subprocess.STDOUT,
         )
@@ -51,7 +53,11 @@ def main() -> int:
         try:
             process.wait(max(1.0, arguments.seconds - (time.monotonic() - began)))
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # it says what it has found so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
             process.kill()
+            process.wait()
         text = log.read_text(encoding="utf-8", errors="replace")
         counts = {
             name: int(found[1]) if (found := re.search(rf"(\d+) {name}", text)) else 0

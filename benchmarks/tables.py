@@ -51,6 +51,10 @@ def source(name: str) -> Source:
 
         table = {"steps": costs.step_table, "types": costs.type_table}
         return Source(f"costs/{rest}.csv", table[rest])
+    if part == "one_gpu":
+        from benchmarks import one_gpu
+
+        return Source("one_gpu/one_gpu.csv", one_gpu.summary)
     if part == "large":
         from benchmarks import large
 

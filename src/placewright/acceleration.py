@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from placewright import methods
 from placewright.backends.pytorch.exporting import Inputs, first_line
+from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.streams import kernels
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
@@ -93,6 +94,9 @@ class AccelerateConfig:
             raise SearchError("rounds and most_shapes must be at least 1")
         if self.method != "list":
             methods.parse(self.method)
+        if self.fusion not in set(Fusion):
+            raise SearchError(f"fusion is {self.fusion!r}; there are {', '.join(Fusion)}")
+        object.__setattr__(self, "fusion", Fusion(self.fusion))  # its text will do
 
 
 def accelerate(
@@ -247,7 +251,7 @@ class _Task:
     # --- the first time ---
 
     def search(self) -> Entry:
-        options, plain_seconds = [], None
+        options: list[Option] = []
         for fusion in self._fusions():
             try:
                 option = self._option(fusion)
@@ -258,15 +262,16 @@ class _Task:
                 self.notes.append(f"fusion {fusion}: {first_line(fault)}")
                 forget_memory()
                 continue
-            options.append(option)
-            if fusion is Fusion.NONE:
-                plain_seconds = option.one_stream_seconds
+            if math.isfinite(option.seconds):
+                options.append(option)
+            else:
+                self.notes.append(f"fusion {fusion}: does not fit into the memory")
         if not options:
             raise UnsuitableError(self.notes[0] if self.notes else "nothing could be captured")
         best = min(options, key=lambda option: option.seconds)
         if best.schedule.num_streams > 1 and self.config.method != "list" and self.left() > 5:
             improve(best, self.device, self.config, min(self.left() * _SEARCHED, self.left() - 3))
-        return self._final(options, best, plain_seconds)
+        return self._final(options, best)
 
     def _fusions(self) -> list[Fusion]:
         order = list(Fusion)
@@ -312,7 +317,7 @@ class _Task:
             copies=self.config.copy_outputs,
         )  # fmt: skip
 
-    def _final(self, options: Sequence[Option], best: Option, plain_seconds: float | None) -> Entry:
+    def _final(self, options: Sequence[Option], best: Option) -> Entry:
         """What is fastest as it is called, inputs and outputs copied, in turns."""
         calls: dict[str, Callable[[], Any]] = {}
         builts: dict[str, tuple[Option, Built]] = {}
@@ -340,7 +345,7 @@ class _Task:
         seconds = self._compare(calls)
         chosen = _choose(seconds)
         option, built = builts.get(chosen, (best, None))
-        plan = self._plan(chosen, seconds, option if built is not None else None, plain_seconds)
+        plan = self._plan(chosen, seconds, option if built is not None else None, options)
         if built is None:
             return Entry(plan=plan, call=self.candidates.get(chosen, self.model))
         builts.clear()
@@ -379,14 +384,22 @@ class _Task:
         chosen: str,
         seconds: Mapping[str, float],
         option: Option | None,
-        plain_seconds: float | None,
+        options: Sequence[Option],
     ) -> StreamPlan:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
+        plain = next((o for o in options if o.lowered.fusion is Fusion.NONE), None)
         plan = StreamPlan(
             inputs=plans.forms_of(leaves), chosen=chosen, seconds=dict(seconds),
             notes=tuple(dict.fromkeys((*self.notes, *self.tuner.notes))),
-            one_stream_seconds=_finite(plain_seconds),
+            one_stream_seconds=_finite(plain.one_stream_seconds if plain is not None else None),
         )  # fmt: skip
+        best = min(options, key=lambda option: option.seconds)
+        plan = replace(
+            plan,
+            found={how: s for how, s in best.found.items() if math.isfinite(s)},
+            trials=sum(option.trials for option in options),
+            search_seconds=time.monotonic() - self.started,
+        )
         if option is None:
             return plan
         schedule = one_stream(option.work) if chosen in (ONE, PLAIN) else option.schedule
@@ -458,7 +471,7 @@ def trial(option: Option, device: Device, schedule: Schedule) -> float:
                 option.lowered.grouped, option.tuned.runs, schedule, option.lowered.given
             )
             return statistics.median(device.times([ready.replay], _TRIAL_ROUNDS)[0])
-    except (torch.cuda.OutOfMemoryError, PlacementError) as fault:
+    except (torch.cuda.OutOfMemoryError, OverLimitError) as fault:
         logger.info("a trial did not run: %s", first_line(fault))
         return math.inf
 
@@ -654,3 +667,27 @@ def on_first_call(
         return fast(*[args[number] for number in closed.free])
 
     return call
+
+
+# --- for comparison ------------------------------------------------------------------------------
+
+
+def plain_schedules(
+    model: torch.nn.Module, inputs: object, config: AccelerateConfig
+) -> tuple[dict[str, Callable[[Sequence[Any]], Any]], dict[str, float]]:
+    """The module's own ops, nothing fused: captured on one stream, and on several by list
+    scheduling. What takes the flat inputs, and the seconds of a replay of each."""
+    example = Inputs.of(inputs)
+    device = _device_of(model, example, config)
+    if device is None:
+        raise ClusterError(f"{type(model).__name__} is not on a CUDA device")
+    task = _Task(
+        model=model, device=device, config=replace(config, fusion=Fusion.NONE), candidates={},
+        args=tuple(example.args), kwargs=dict(example.kwargs),
+    )  # fmt: skip
+    option = task._option(Fusion.NONE)
+    built: dict[str, Callable[[Sequence[Any]], Any]] = {
+        ONE: task._build(option, one_stream(option.work)),
+        "list": task._build(option, option.schedule),
+    }
+    return built, dict(option.found)

@@ -163,6 +163,16 @@ def test_never_below_the_lower_bounds(seed: int) -> None:
 
 
 @given(seeds)
+def test_never_below_the_lower_bounds_with_weights_that_travel(seed: int) -> None:
+    problem = case_with_homes(seed)
+    bounds = lower_bounds(problem)
+    result = Simulator(problem).run(placements(problem, seed, 20))
+    assert np.all(result.step_seconds[result.ok] >= bounds.best)
+    if bounds.forced_out_of_memory:
+        assert not result.ok.any()
+
+
+@given(seeds)
 def test_one_slot_takes_the_sum_of_all_costs(seed: int) -> None:
     problem = random_problem(seed)
     cluster = uniform_cluster(1)

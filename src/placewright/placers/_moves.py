@@ -13,6 +13,7 @@ import numpy as np
 from placewright.graph import IndexArray
 from placewright.placers.group_graph import group_graph
 from placewright.problem import Problem
+from placewright.stays import unit_weights
 
 
 class Moves:
@@ -49,6 +50,10 @@ class Moves:
             "swap": self._swap,
             "exchange": self._exchange,
         }
+        self._homes = _homes(problem)
+        """Of each group of weights that may be elsewhere: it, and who reads it."""
+        if self._homes:
+            self._kinds |= {"settle": self._settle, "trade": self._trade}
         # Share of the last few hundred draws that were for the better; all begin as promising.
         self._names = [*self._kinds, "cross", "relieve"]
         self._success = dict.fromkeys(self._names, 0.2)
@@ -250,6 +255,43 @@ class Moves:
             self._other_device(wanted, group),
         )
 
+    def _settle(self, devices: IndexArray, group: int) -> IndexArray | None:
+        """Consecutive weights to a home, and their readers to a device: one or the other, or
+        both."""
+        size = 1 + int(self._random.expovariate(0.7))
+        first = self._random.randrange(len(self._homes))
+        step = self._random.choice((1, 1, 2))
+        home, device = (self._random.randrange(self.problem.num_devices) for _ in range(2))
+        what = self._random.randrange(3)
+        groups: list[int] = []
+        targets: list[int] = []
+        for weights, readers in self._homes[first : first + step * size : step]:
+            if what != 1:
+                groups.append(weights)
+                targets.append(home)
+            if what != 0:
+                chosen = readers
+                if len(readers) > 1 and self._random.random() < 0.5:
+                    chosen = [readers[device % len(readers)]]
+                groups += chosen
+                targets += [device if what == 1 else home] * len(chosen)
+        changed = devices.copy()
+        here, to = np.array(groups), np.array(targets)
+        may = self.problem.allowed[here, to]
+        changed[here[may]] = to[may]
+        return changed
+
+    def _trade(self, devices: IndexArray, group: int) -> IndexArray | None:
+        """Two groups of weights change places, and so do their readers."""
+        if len(self._homes) < 2:
+            return None
+        one, other = self._random.sample(self._homes, 2)
+        changed = devices.copy()
+        pairs = [(one[0], other[0]), *zip(one[1], other[1], strict=False)]
+        for a, b in pairs:
+            changed[a], changed[b] = devices[b], devices[a]
+        return changed if self.may_be(changed) else None
+
     # What they are made of.
 
     def _put(
@@ -293,6 +335,15 @@ class Moves:
             if device != devices[group] and self.problem.allowed[group, device]:
                 return device
         return None
+
+
+def _homes(problem: Problem) -> list[tuple[int, list[int]]]:
+    """Groups of weights with the groups that read them, in the order in which they are read."""
+    readers: dict[int, list[int]] = {}
+    for unit, held in unit_weights(problem).items():
+        for home in held:
+            readers.setdefault(home, []).append(unit)
+    return sorted(readers.items(), key=lambda entry: entry[1][0])
 
 
 def _sequences(names: Sequence[str]) -> list[list[int]]:

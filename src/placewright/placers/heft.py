@@ -26,6 +26,7 @@ from placewright.placers._schedule import (
     tasks_of,
 )
 from placewright.placers.group_graph import GroupGraph, group_graph
+from placewright.placers.offload import offload
 from placewright.problem import Problem
 
 _TRANSFER_SHARE = 0.1
@@ -53,7 +54,8 @@ def heft(problem: Problem) -> list[Placement]:
             room = emptied(memory, capacity)
             devices = _schedule(tasks, room, groups, order, share)
             placements.append(Placement.of(problem, devices))
-    return list(dict.fromkeys(placements))
+    # It knows nothing of weights that travel either; where they may, a rule of their own does.
+    return list(dict.fromkeys([*offload(problem), *placements]))
 
 
 @compiled

@@ -10,6 +10,7 @@ from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.problem import Problem
 from placewright.simulator.flow import Flow
 from placewright.simulator.kernel import compiled
+from placewright.stays import unit_weights
 from placewright.units import format_bytes
 
 _ROUNDS, _ITERATIONS = 6, 60
@@ -33,14 +34,19 @@ class LowerBounds:
     infinite where nothing fits."""
     forced_out_of_memory: str | None = None
     """Why no placement can fit, where that can be told."""
+    stream_seconds: float = 0.0
+    """Where weights have homes of their own: each of their bytes is in the memory of who computes
+    with it, for which there is not room for all, or travels there in each step. 0 without homes."""
 
     @property
     def best(self) -> float:
-        return max(self.critical_path_seconds, self.work_seconds, self.memory_seconds)
+        return max(
+            self.critical_path_seconds, self.work_seconds, self.memory_seconds, self.stream_seconds
+        )
 
 
 def lower_bounds(problem: Problem) -> LowerBounds:
-    flow = Flow.of(problem.graph)
+    flow = Flow.of(problem.graph, problem.visits)
     path_seconds, path = _critical_path(problem, flow)
     needs, moment = _most_memory(problem, flow, path)
     least = np.maximum(needs, _needs_alone(problem, flow))
@@ -60,6 +66,7 @@ def lower_bounds(problem: Problem) -> LowerBounds:
         work_seconds=work,
         memory_seconds=_contended(problem, memory),
         forced_out_of_memory=reason,
+        stream_seconds=np.inf if reason else streaming_bound(problem, path),
     )
 
 
@@ -202,6 +209,122 @@ def _balanced(
     return best * (1.0 - _ROUNDING)
 
 
+def streaming_bound(problem: Problem, path: list[int]) -> float:
+    """Least time in which fractions of the groups can be worked off where weights may travel.
+
+    As `_balanced`, with more that no step can be shorter than: the work of each device, the ops on
+    a path, which come one after the other wherever they are, and for each memory the time that the
+    weights take to get there which are not at home in it. For any prices of these that add up to
+    1, and any prices of a byte of memory, the sum over groups of what each pays at least, less the
+    price of all memory, is a bound. What several groups read counts for each with its share.
+    """
+    if problem.homes is None:
+        return 0.0
+    costs = _StreamCosts.of(problem, path)
+    devices = problem.num_devices
+    prices = np.full(2 * devices + 1, 1.0 / (2 * devices + 1))
+    # Each memory has one window and one price: that of the first device that uses it.
+    pools = problem.cluster.pool_of_device
+    first = pools == np.arange(devices)
+    prices[devices : 2 * devices][~first] = 0.0
+    prices /= prices.sum()
+    memory = np.zeros(devices)
+    best = 0.0
+    kept = (prices, memory)
+    for _ in range(_ROUNDS):
+        prices, memory = kept
+        unit = best
+        for iteration in range(4 * _ITERATIONS):
+            value, up, full = costs.dual(prices, memory)
+            if value > best:
+                best, kept = value, (prices, memory)
+            step_up = up - up.mean()
+            length = float(np.sqrt((step_up**2).sum() + ((unit * full) ** 2).sum()))
+            if length == 0:
+                break
+            step = 0.5 / (length * np.sqrt(iteration + 1.0))
+            prices = _on_simplex(prices + step * step_up)
+            memory = np.maximum(memory + step * unit * unit * full, 0.0)
+    return best * (1.0 - _ROUNDING)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _StreamCosts:
+    """G groups on D devices, in P pairs with the homes of weights that they read."""
+
+    seconds: FloatArray
+    """[G, D] of a device's time, as a share of all its slots; infinite where it may not be."""
+    path: FloatArray
+    """[G, D] seconds of its ops on the path."""
+    unit: IndexArray
+    """[P]"""
+    share: FloatArray
+    """[P, D] of each memory that the home takes, this group's part of it; infinite where the home
+    may not be there."""
+    travel: FloatArray
+    """[P, D] seconds until the weights are there, likewise."""
+    pools: IndexArray
+    """[D]"""
+
+    @staticmethod
+    def of(problem: Problem, path: list[int]) -> _StreamCosts:
+        cluster, group_of = problem.cluster, problem.grouping.group_of
+        slots = np.array([device.kind.slots for device in cluster.devices])
+        allowed = problem.allowed
+        seconds = _group_sums(problem, problem.busy_seconds).T / slots
+        on_path = np.zeros(seconds.shape)
+        busy = np.where(np.isfinite(problem.busy_seconds), problem.busy_seconds, 0.0)
+        np.add.at(on_path, group_of[path], busy[:, path].T)
+        weights = unit_weights(problem)
+        pairs = [(unit, home, size) for unit, of in weights.items() for home, size in of.items()]
+        units, homes, sizes = (
+            np.array([pair[i] for pair in pairs], dtype=np.int64) for i in range(3)
+        )
+        readers = np.bincount(homes, minlength=problem.num_groups)[homes]
+        per_byte = np.where(
+            np.eye(problem.num_devices, dtype=np.bool_), np.inf, cluster.routes.seconds_per_byte
+        ).min(axis=0)
+        per_byte = np.where(np.isfinite(per_byte), per_byte, 0.0)
+        resident = problem.group_resident_bytes[homes] / readers
+        share = resident[:, np.newaxis] / cluster.pool_bytes
+        return _StreamCosts(
+            seconds=np.where(allowed, seconds, np.inf),
+            path=on_path,
+            unit=units.astype(np.int32),
+            share=np.where(allowed[homes], share, np.inf),
+            travel=(sizes / readers)[:, np.newaxis] * per_byte,
+            pools=cluster.pool_of_device,
+        )
+
+    def dual(self, prices: FloatArray, memory: FloatArray) -> tuple[float, FloatArray, FloatArray]:
+        """The bound at these prices, and how much each of what they are for is used: the times, and
+        what of each memory beyond all of it."""
+        groups, devices = self.seconds.shape
+        time, link, path = prices[:devices], prices[devices:-1], prices[-1]
+        with np.errstate(invalid="ignore"):
+            stays = np.where(np.isinf(self.share), np.inf, memory[self.pools] * self.share)
+        travels = link[self.pools] * self.travel
+        cost = np.where(np.isinf(self.seconds), np.inf, 0.0)
+        cost += time * np.where(np.isinf(self.seconds), 0.0, self.seconds) + path * self.path
+        np.add.at(cost, self.unit, np.minimum(stays, travels))
+        choice = np.argmin(cost, axis=1)
+        every = np.arange(groups)
+        first = self.pools == np.arange(devices)
+        value = float(cost[every, choice].sum() - memory[first].sum())
+        used = np.zeros(2 * devices + 1)
+        np.add.at(used, choice, self.seconds[every, choice])
+        used[-1] = self.path[every, choice].sum()
+        full = np.where(first, -1.0, 0.0)
+        if len(self.unit):
+            where = choice[self.unit]
+            pairs = np.arange(len(where))
+            at_home = stays[pairs, where] <= travels[pairs, where]
+            pool = self.pools[where]
+            np.add.at(full, pool[at_home], self.share[pairs, where][at_home])
+            np.add.at(used, devices + pool[~at_home], self.travel[pairs, where][~at_home])
+        return value, used, full
+
+
 def _on_simplex(values: FloatArray) -> FloatArray:
     """The nearest point whose parts are not negative and add up to 1."""
     ordered = np.sort(values)[::-1]
@@ -280,8 +403,14 @@ def _needs_alone(problem: Problem, flow: Flow) -> FloatArray:
     reads = np.stack([flow.use_op[held], use_buffer[held]])
     makes = np.stack([flow.buffer_op, np.arange(len(flow.buffer_op))])
     ops, buffers = np.unique(np.concatenate([reads, makes], axis=1), axis=1)
+    # Weights that are elsewhere have to come, and those that do not are at home there.
+    sizes = flow.home_bytes
+    if problem.visits is not None:
+        weights = np.arange(len(sizes)) >= len(sizes) - len(problem.visits)
+        sizes = np.where(weights, flow.copy_bytes, sizes)
     running = np.zeros(problem.graph.num_ops)
-    np.add.at(running, ops, flow.home_bytes[buffers])
+    reading = problem.grouping.group_of[ops] != problem.grouping.group_of[flow.buffer_op[buffers]]
+    np.add.at(running, ops, np.where(reading, sizes[buffers], flow.home_bytes[buffers]))
     largest = np.zeros(problem.num_groups)
     np.maximum.at(largest, problem.grouping.group_of, running)
     return problem.group_resident_bytes + largest

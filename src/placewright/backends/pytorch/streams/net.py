@@ -170,8 +170,12 @@ def _check_nodes(net: Net) -> None:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:  # only where it drops something
+        given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(given != 0)
+    return True
 
 
 def is_view(node: Node) -> bool:

@@ -48,6 +48,11 @@ class StreamPlan:
     """Of the module as it is, captured on one stream: replays alone, without copies."""
     streams_seconds: float | None = None
     """Of this plan, likewise."""
+    found: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a replay of the best that each way of searching has found."""
+    trials: int = 0
+    """Schedules that were captured and timed."""
+    search_seconds: float = 0.0
     notes: tuple[str, ...] = ()
     """What did not work, and why."""
 
@@ -101,6 +106,9 @@ class StreamPlan:
                 order=tuple(map(int, given.pop("order"))),
                 one_stream_seconds=_number(given.pop("one_stream_seconds")),
                 streams_seconds=_number(given.pop("streams_seconds")),
+                found={str(k): float(v) for k, v in given.pop("found").items()},
+                trials=int(given.pop("trials")),
+                search_seconds=float(given.pop("search_seconds")),
                 notes=tuple(map(str, given.pop("notes"))),
             )
         except (AssertionError, KeyError, TypeError, ValueError) as fault:
