@@ -334,6 +334,8 @@ class _Turn:
         """What it was not told of yet."""
         self.trying: dict[Placement, None] = {}
         """Those of them that nobody had tried before."""
+        self.told_again: set[tuple[Placement, int]] = set()
+        """What was told once more out of the record, and how many times were known then."""
         self.idle = 0
         self.checkpointed = time.monotonic()
 
@@ -431,8 +433,11 @@ class _Turn:
         for placement, known in dict.fromkeys(again):
             later = every.later.get(placement, ())
             if 0 < known <= len(later):  # the journal of a run that goes on has it
-                asked.append(placement)
-                answers.append(later[known - 1])
+                # Once: a placer that passes over a time which equals one it knows asks on and on.
+                if (placement, known) not in self.told_again:
+                    self.told_again.add((placement, known))
+                    asked.append(placement)
+                    answers.append(later[known - 1])
             elif len(new) < room and placement not in self.trying and placement not in new:
                 new[placement] = known
         if new:

@@ -297,7 +297,7 @@ class SimulatedSearch:
         made = makeup(placed, best.placement, reference, seed=self.config.seed)
         parts: dict[Placement, Parts] = {}
         if ops * len(methods) <= _MOST_EXPLAINED:
-            simulators = {}
+            simulators: dict[str, Simulator] = {}
             for trial in (m.best for m in methods):
                 if trial is None or not trial.measurement.ok:
                     continue
