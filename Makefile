@@ -1,6 +1,8 @@
 # make demo    sets up what is missing, then places Inception-V3 on the paper's machine
 # make test    sets up what is missing, then runs the whole test suite
 # make test-slow  the tests that repeat something for minutes
+# make test-hosts  the tests on several hosts: network namespaces, for which one must be root
+# make fuzz    changed files of all kinds for a minute, or SECONDS=600
 # make test-gpu   the tests that need a GPU; elsewhere they are skipped, and say so
 # make paper   the paper's experiment: some 40 minutes, on a machine that does nothing else
 # make lint    ruff, mypy and the import contracts
@@ -13,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu paper lint format docs lock clean
+.PHONY: demo test test-slow test-hosts fuzz test-gpu paper lint format docs lock clean
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
@@ -27,6 +29,13 @@ test: $(READY)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pytest --slow -m slow
+
+test-hosts: $(READY)
+	@$(BIN)/python -m pytest --slow tests/distributed/test_hosts.py
+
+fuzz: SECONDS ?= 60
+fuzz: $(READY)
+	@$(BIN)/python -m tests.fuzzing --seconds $(SECONDS)
 
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest -m gpu

@@ -506,16 +506,14 @@ def analyse(folder: Path) -> list[dict[str, Any]]:
     lines = summary(rows)
     write_csv(folder / "fidelity.csv", rows)
     write_csv(folder / "summary.csv", lines)
-    names = list(dict.fromkeys(f"{row['model']}, {row['machine']}" for row in rows))
-    for_plot = [{**row, "model": f"{row['model']}, {row['machine']}"} for row in rows]
-    figures.fidelity(for_plot, folder / "fidelity.svg")
+    figures.fidelity_of_machines(rows, folder / "fidelity.svg")
     hardware = ", ".join(dict.fromkeys(str(row["hardware"]) for row in rows))
     (folder / "README.md").write_text(
         f"""# Predicted and measured steps of PyTorch models on a GPU and its parts
 
 {table(lines)}
 
-Measured on {hardware}. {len(rows)} placements of {len(names)} pairs of model and machine, each
+Measured on {hardware}. {len(rows)} placements of {len(lines)} pairs of model and machine, each
 calibrated on {FIT} varied placements, single devices and what HEFT proposes, and checked on others:
 random, contiguous, proposed by the classical methods, and the best found in the simulator. Those
 that were predicted to take over {SLOWEST:g} times as long as the best single device were not run.

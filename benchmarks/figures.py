@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common import Row
 
-COLOURS = ("#1f6fb2", "#d1651a", "#2c8a3e", "#7a4fa3")
+COLOURS = ("#1f6fb2", "#d1651a", "#2c8a3e", "#7a4fa3", "#b03060", "#7d7a1c")
 """Told apart also by those who see few colours, in this order."""
 
 
@@ -46,6 +46,34 @@ def fidelity(rows: Sequence[Row], path: Path) -> None:
         )
         if number == 1:
             axes.legend(fontsize=7, loc="lower right")
+
+
+def fidelity_of_machines(rows: Sequence[Row], path: Path) -> None:
+    """Predicted against measured milliseconds, a panel for each machine and a colour for each
+    model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = [{**row, "of": row["model"], "model": row["machine"]} for row in rows]
+    for number, (machine, axes, mine) in enumerate(_panels(panels, path, 3.8), start=1):
+        times: list[float] = []
+        for place, model in enumerate(models):
+            chosen = [row for row in mine if row["of"] == model]
+            measured = [1e3 * _measured(row) for row in chosen]
+            predicted = [1e3 * float(row["predicted_seconds"]) for row in chosen]
+            axes.scatter(measured, predicted, s=9, color=COLOURS[place % len(COLOURS)], label=model)
+            times += [*measured, *predicted]
+        ends = [0.9 * min(times), 1.1 * max(times)]
+        axes.plot(ends, ends, color="#888888", linewidth=0.8)
+        axes.set(
+            title=machine,
+            xlabel="measured, ms per step",
+            ylabel="predicted, ms per step" if number == 1 else "",
+            xlim=ends,
+            ylim=ends,
+            xscale="log",
+            yscale="log",
+        )
+        if number == 1:
+            axes.legend(fontsize=7, loc="upper left")
 
 
 def _measured(row: Row) -> float:

@@ -264,7 +264,7 @@ class Bench:
             row |= {"predicted_seconds": found.seconds, "plan": _said(plan, call),
                     "plan_seconds": plan_seconds + time.perf_counter() - begun}  # fmt: skip
             self.floor = found.floor_seconds
-            print("  costs:", _costs_said(planner.costs, call))
+            row["costs"] = _costs_said(planner.costs, call)
             return self._run(row, shape, call, self.placed, self._passes(found.seconds))
         if column == "floor":
             return row | {"seconds": planner.floor_seconds(call)}
@@ -510,7 +510,7 @@ def probe() -> Iterator[dict[str, Any]]:
 
 FIELDS = (
     "model", "share", "shape", "column", "seconds", "calls", "predicted_seconds", "plan_seconds",
-    "peak_bytes", "limit_bytes", "largest_difference", "plan", "fault",
+    "peak_bytes", "limit_bytes", "largest_difference", "plan", "costs", "fault",
 )  # fmt: skip
 KEYS = ("model", "share", "shape", "column")
 

@@ -76,7 +76,7 @@ class Worker:
     def __init__(self, name: str, settings: Settings) -> None:
         import torch
 
-        from benchmarks.one_gpu_models import MODELS, calm
+        from benchmarks.one_gpu_models import MODELS, trained
 
         self.torch, self.name, self.settings = torch, name, settings
         torch.backends.cudnn.benchmark = True
@@ -84,7 +84,7 @@ class Worker:
         torch.backends.cudnn.allow_tf32 = True
         torch.manual_seed(0)
         self.example = MODELS[name]
-        self.plain = calm(self.example.model())
+        self.plain = trained(name)
         self.compiled: dict[Cell, dict[str, Callable[..., Any]]] = {}
         self.faults: dict[tuple[Cell, str], str] = {}
         self.ready: dict[Cell, tuple[Any, tuple[Any, ...]]] = {}

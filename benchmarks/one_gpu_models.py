@@ -209,7 +209,7 @@ class Recommender(nn.Module):
         count = towers + 1
         self.top = nn.Sequential(
             nn.Linear(128 + count * count, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(),
-            nn.Linear(512, 1), nn.Sigmoid(),
+            nn.Linear(512, 1),
         )  # fmt: skip
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -324,13 +324,20 @@ BRANCHING = (
 """Those with work that can run side by side."""
 
 
-def calm(model: nn.Module) -> nn.Module:
-    """Batch norms of a network that was trained have seen its activations; those of a random one
-    have not, and without them numbers leave the range of float16."""
-    for norm in model.modules():
-        if isinstance(norm, nn.BatchNorm2d):
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            nn.init.normal_(norm.running_mean, 0, 0.1)
-            nn.init.uniform_(norm.running_var, 0.5, 1.5)
+def trained(name: str) -> nn.Module:
+    """A model whose outputs depend on its inputs as those of a trained one do: weights that keep
+    the size of activations, and batch norms that have seen some."""
+    example = MODELS[name]
+    model = example.model()
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
+    if norms:
+        for norm in norms:
+            norm.momentum = None  # the mean over what they see
+        with torch.no_grad():
+            model.train()(*example.inputs(4))
+        for norm in norms:
+            norm.momentum = 0.1
     return model.eval()

@@ -75,8 +75,10 @@ def source(name: str) -> Source:
             return Source("measured/overhead.csv", measured.overhead_table)
         return Source("measured/measured.csv", measured.answers_table)
     if part == "fidelity":
-        from benchmarks import fidelity
+        from benchmarks import fidelity, fidelity_gpu
 
+        if rest == "gpu":
+            return Source("fidelity_gpu/summary.csv", fidelity_gpu.table, "fidelity.svg", _SCATTER)
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
     if part == "large":
         from benchmarks import large

@@ -169,6 +169,11 @@ def test_homes_come_by_themselves_only_where_weights_do_not_fit() -> None:
         make_problem(graph, machine(500 * MB), ProblemConfig(window=5))
     with pytest.raises(PlacementError, match="at least 1 byte"):
         posed(graph, window=0)
+    with pytest.raises(PlacementError, match="window for weights must be a number with a unit"):
+        posed(graph, window="a lot")
+    homes = posed(graph, window="2MiB").homes
+    assert homes is not None
+    assert homes.window_bytes == 2 << 20
 
 
 def test_a_problem_with_homes_is_read_as_it_was_written(tmp_path: Path) -> None:

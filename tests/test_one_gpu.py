@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import one_gpu
-from benchmarks.one_gpu_models import BRANCHING, MODELS, NASNet, RandWire, calm
+from benchmarks.one_gpu_models import BRANCHING, MODELS, NASNet, RandWire, trained
 from placewright.backends.pytorch.streams.built import lower
 from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.net import trace
@@ -58,9 +58,20 @@ def test_branching_models_are_some_of_the_models() -> None:
 )
 def test_models_have_branches(model: object, size: int) -> None:
     torch.manual_seed(0)
-    made = calm(model())  # type: ignore[operator]
+    made = model().eval()  # type: ignore[operator]
     name = "recommender" if "Recommender" in type(made).__name__ else "detection_head"
     inputs = (torch.randn(1, 3, size, size),) if size else MODELS[name].inputs(1)
     low = lower(trace(made, inputs, {}), inputs, {}, Fusion.FOLDED)
     work = untuned(low.grouped).work(low.grouped)
     assert work.critical_seconds < 0.8 * work.total_seconds
+
+
+@pytest.mark.parametrize("name", ["detection_head", "recommender"])
+def test_outputs_depend_on_inputs(name: str) -> None:
+    torch.manual_seed(0)
+    model = trained(name)
+    with torch.no_grad():
+        a, b = (torch.utils._pytree.tree_leaves(model(*MODELS[name].inputs(2)))[-1]
+                for _ in range(2))  # fmt: skip
+    assert torch.isfinite(a).all()
+    assert float((a - b).norm() / a.norm()) > 0.05

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from placewright.measurement import Measurement, Outcome, Trial
     from placewright.placement import Placement
     from placewright.placers.base import Placer
-    from placewright.problem import Problem, ProblemConfig, Space, make_problem
+    from placewright.problem import Problem, ProblemConfig, Space, make_problem, with_homes
     from placewright.session.config import SearchConfig
     from placewright.session.driver import Session, place
     from placewright.session.result import Result
+    from placewright.session.workload import WorkloadResult, place_workload
+    from placewright.workload import Workload
 
 _HOME = {
     "session.result": ("Result",),
@@ -55,7 +57,9 @@ _HOME = {
     "measurement": ("Measurement", "Outcome", "Trial"),
     "placement": ("Placement",),
     "placers.base": ("Placer",),
-    "problem": ("Problem", "ProblemConfig", "Space", "make_problem"),
+    "problem": ("Problem", "ProblemConfig", "Space", "make_problem", "with_homes"),
+    "session.workload": ("WorkloadResult", "place_workload"),
+    "workload": ("Workload",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -64,7 +68,8 @@ __all__ = [
     "Grouping", "LearnerConfig", "Link", "LoadOptions", "Measurement", "Op", "Outcome", "Placement",
     "Placer", "PlacewrightError", "Problem", "ProblemConfig", "Result", "RunConfig", "ScopeRule",
     "SearchConfig", "Session", "SimulatedEvaluator", "Space", "TeamConfig", "Tensor", "Trial",
-    "__version__",    "estimate_costs", "load", "make_problem", "place",
+    "Workload", "WorkloadResult", "__version__", "estimate_costs", "load", "make_problem", "place",
+    "place_workload", "with_homes",
 ]  # fmt: skip
 
 

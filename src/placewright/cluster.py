@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -24,7 +24,7 @@ import yaml
 
 from placewright import chips
 from placewright.discovery import chosen_document, local_document
-from placewright.errors import ClusterError
+from placewright.errors import ClusterError, PlacewrightError
 from placewright.files import read_text, write_text
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray, frozen
 
@@ -485,6 +485,38 @@ def chosen(
     return from_document({**document, "issue": issue, "in_order": in_order}, where=where)
 
 
+_SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+          "tib": 2**40, "b": 1, "": 1}  # fmt: skip
+
+
+def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
+    """The cluster with less, or more, memory on some devices."""
+    sizes = {chips.canonical(name): _memory_of(name, size) for name, size in limits.items()}
+    streamed = {d.chip for d in cluster.devices if d.sharing == chips.STREAM}
+    for name in sizes:
+        if name not in streamed:
+            cluster.device_number(name)
+    return replace(
+        cluster,
+        devices=tuple(
+            replace(d, memory_bytes=sizes.get(d.name, sizes.get(d.chip, d.memory_bytes)))
+            for d in cluster.devices
+        ),
+    )
+
+
+def _memory_of(name: str, size: int | str) -> int:
+    text = str(size).strip().lower()
+    number = text.rstrip("bikmgt ")
+    unit = text[len(number) :].strip()
+    try:
+        return int(float(number) * _SIZES[unit])
+    except (ValueError, KeyError):
+        raise ClusterError(
+            f"max_memory of {name} is {size!r}; give bytes or a text such as '10GiB'"
+        ) from None
+
+
 def preset_names() -> tuple[str, ...]:
     """Names that `Cluster.load` takes besides files."""
     folder = resources.files("placewright").joinpath("clusters")
@@ -824,6 +856,14 @@ def _bytes(value: object, what: str) -> int:
     if not abs(size) < 2**60:
         raise ClusterError(f"{what} must be a size that a machine can have, not {value!r:.40}")
     return int(size)
+
+
+def parse_bytes(value: object, what: str, error: type[PlacewrightError] = ClusterError) -> int:
+    """A number of bytes, or a text such as `8GiB`; `what` names it in errors."""
+    try:
+        return _bytes(value, what)
+    except ClusterError as fault:
+        raise error(str(fault)) from None
 
 
 def _optional_bytes(value: object, what: str) -> int | None:

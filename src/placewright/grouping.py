@@ -115,7 +115,7 @@ class Grouping:
             raise PlacementError(f"{where}: not a grouping file ({FORMAT})")
         label_of: dict[str, str] = {}
         for name, ops in groups.items():
-            if not isinstance(ops, list):
+            if not isinstance(ops, list) or not all(isinstance(op, str) for op in ops):
                 raise PlacementError(f"{where}: group {name!r} must be a list of op names")
             for op in ops:
                 if label_of.setdefault(op, name) != name:

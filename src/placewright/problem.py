@@ -406,9 +406,10 @@ class ProblemConfig:
     """Weights have a home of their own: they may be in the memory of another device than the one
     that computes with them, and travel in each step. By default where they do not fit into the
     accelerators."""
-    window: int | None = None
+    window: int | str | None = None
     """How many bytes of weights may be on their way to a device, or there and still needed, at a
-    time. By default one and a half times what a typical group reads."""
+    time. A number, or a text such as `1GiB`. By default one and a half times what a typical group
+    reads."""
 
 
 def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = None) -> Problem:
@@ -433,7 +434,12 @@ def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = 
             "a `window` is for weights with homes of their own, which nobody asked for and which "
             f"{graph.name!r} does not need on {cluster.name!r}; give homes=True"
         )
-    return with_homes(problem, config.window) if wanted else problem
+    if not wanted:
+        return problem
+    window = config.window
+    if isinstance(window, str):
+        window = cluster_format.parse_bytes(window, "the window for weights", PlacementError)
+    return with_homes(problem, window)
 
 
 def needs_homes(graph: Graph, cluster: Cluster) -> bool:

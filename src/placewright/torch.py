@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -35,9 +35,9 @@ from placewright.backends.pytorch.offload.planned import plan_offload as _plan_o
 from placewright.backends.pytorch.offload.shapes import Call, Workload, generation
 from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
-from placewright.cluster import Cluster, chosen
+from placewright.cluster import Cluster, chosen, with_memory
 from placewright.costs import estimate_costs
-from placewright.errors import ClusterError, PlacementError, SearchError
+from placewright.errors import PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, make_problem
 from placewright.session.config import SIMULATE, How, Machine, SearchConfig
@@ -300,38 +300,6 @@ def cluster_of(
     if isinstance(devices, str):
         return Cluster.load(devices)
     return chosen(devices, through_host=through_host, sms=sms, issue=issue)
-
-
-_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
-          "tib": 2**40, "b": 1, "": 1}  # fmt: skip
-
-
-def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
-    """The cluster with less, or more, memory on some devices."""
-    sizes = {chips.canonical(name): _size(name, size) for name, size in limits.items()}
-    streamed = {d.chip for d in cluster.devices if d.sharing == chips.STREAM}
-    for name in sizes:
-        if name not in streamed:
-            cluster.device_number(name)
-    return replace(
-        cluster,
-        devices=tuple(
-            replace(d, memory_bytes=sizes.get(d.name, sizes.get(d.chip, d.memory_bytes)))
-            for d in cluster.devices
-        ),
-    )
-
-
-def _size(name: str, size: int | str) -> int:
-    text = str(size).strip().lower()
-    number = text.rstrip("bikmgt ")
-    unit = text[len(number) :].strip()
-    try:
-        return int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError):
-        raise ClusterError(
-            f"max_memory of {name} is {size!r}; give bytes or a text such as '10GiB'"
-        ) from None
 
 
 # --- what came of it -----------------------------------------------------------------------------

@@ -70,3 +70,73 @@ def test_a_backend_that_is_not_there_or_means_nothing(
 ) -> None:
     assert "no backend 'jax'; there are" in run("inspect", "rnnlm", "--backend", "jax").err
     assert "backend means nothing" in run("inspect", graph_file, "--backend", "pytorch").err
+
+
+TALL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tall(nn.Sequential):
+    _no_split_modules = ("Block",)
+
+
+def build():
+    with torch.device("meta"):
+        return Tall(*(Block() for _ in range(12)))
+
+
+def called():
+    return build(), {"one": (torch.zeros(1, 256), 8), "many": (torch.zeros(512, 256), 1)}
+"""
+
+
+def test_a_module_that_does_not_fit_is_planned(run: Callable[..., Any]) -> None:
+    pytest.importorskip("torch")
+    import placewright.torch as pt
+
+    Path("tall.py").write_text(TALL)
+    asked = ("place", "tall.py:called", "-c", "h200", "--memory", "cuda:0=140MB")
+    found = run(*asked, "--workload", "function", "-o", "found")
+    assert "travel" in found.out
+    assert "computed on cpu" in found.out
+    plan = pt.OffloadPlan.load("found/offload.json")
+    assert plan.memory_bytes == 140_000_000
+    assert plan.host_bytes
+    assert [shape.name for shape in plan.shapes] == ["one", "many"]
+    assert run(*asked, "--workload", "function", "--json", "-o", "again").json["units"]
+    said = run("explain", "found", "--json").json
+    assert list(said) == ["Where weights live", "What each call does", "Why"]
+    assert "the floor is" in said["What each call does"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--workload", "prompt=8"), "needs --memory"),
+        (("--memory", "cuda:0=1MB", "--workload", "function"), "would have to hold"),
+        (("--memory", "cuda:0=1XB", "--workload", "function"), "give bytes or a text"),
+        (("--memory", "cuda:0=1GB", "--workload", "tokens=8"), "'tokens=8' is neither"),
+        (("--memory", "cuda:0=1GB", "--workload", "prompt=8", "-m", "heft"), "means nothing"),
+        (("--memory", "cuda:0=1GB", "--workload", "prompt=8", "--batch", "2"), "means nothing"),
+        (("--memory", "cuda:7=1GB", "--workload", "function"), "has no device"),
+    ],
+)
+def test_what_cannot_be_planned_so_is_one_line(
+    run: Callable[..., Any], options: tuple[str, ...], message: str
+) -> None:
+    pytest.importorskip("torch")
+    Path("tall.py").write_text(TALL)
+    found = run("place", "tall.py:called", "-c", "h200", *options)
+    assert found.code == 2
+    assert message in found.err
+    assert len(found.err.splitlines()) == 1

@@ -36,9 +36,12 @@ def ip(*arguments: str) -> None:
 
 
 class Network:
-    """A bridge, and hosts that hang on it."""
+    """A bridge, and hosts that hang on it. Each has a folder of its own in place of `folder`, and
+    memory that is shared among its own processes only."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.holders: dict[str, subprocess.Popen[str]] = {}
         self.name = f"pw{os.getpid() % 100_000}"
         self.hosts: dict[str, int] = {}
         ip("link", "add", self.name, "type", "bridge")
@@ -59,11 +62,21 @@ class Network:
             ("link", "set", "lo", "up"),
         ):
             ip("-n", space, *change)
+        own = f"mount -t tmpfs none {self.folder} && mount -t tmpfs none /dev/shm && echo ready"
+        holder = subprocess.Popen(
+            ["ip", "netns", "exec", space, "sh", "-c", f"{own} && exec sleep infinity"],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert holder.stdout is not None
+        self.holders[host] = holder
+        assert holder.stdout.readline() == "ready\n"
         return address
 
     def inside(self, host: str) -> list[str]:
         """What to put before a command so that it runs there."""
-        return ["ip", "netns", "exec", f"{self.name}{host}"]
+        enter = ["nsenter", "-t", str(self.holders[host].pid), "-m", "-n"]
+        # A directory that was entered outside would be one of another file system.
+        return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]
 
     def pids(self, host: str) -> list[int]:
         asked = ["ip", "netns", "pids", f"{self.name}{host}"]
@@ -77,6 +90,7 @@ class Network:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            self.holders[host].poll()
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -87,29 +101,30 @@ class Network:
                 ip("link", "del", f"{self.name}w{number}")
             with suppress(subprocess.CalledProcessError):
                 ip("netns", "del", f"{self.name}{host}")
+            if host in self.holders:
+                self.holders[host].kill()
+                self.holders[host].communicate()
         ip("link", "del", self.name)
 
 
 class Cluster:
     """A Ray cluster on such a network: the first host is its head."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network: Network) -> None:
         self.network = network
-        self.folder = folder
         self.head = ""
 
     def start(self, host: str, resources: dict[str, float]) -> None:
         address = self.network.add(host)
         joins = ["--address", self.head] if self.head else ["--head", "--port", str(HEAD_PORT)]
         self.head = self.head or f"{address}:{HEAD_PORT}"
-        where = ["--node-ip-address", address, "--temp-dir", str(self.folder)]
-        if "--address" in joins:
-            where = where[:2]
+        where = ["--node-ip-address", address]
+        if "--head" in joins:
+            where += ["--temp-dir", str(self.network.folder), "--include-dashboard", "false"]
         command = [
             *self.network.inside(host), *RAY, "start", *joins, *where,
             "--num-cpus", "2", "--object-store-memory", str(100 << 20),
             "--resources", json.dumps(resources), "--disable-usage-stats",
-            *(["--include-dashboard", "false"] if "--head" in joins else []),
         ]  # fmt: skip
         started = subprocess.run(command, capture_output=True, text=True)
         assert started.returncode == 0, started.stdout + started.stderr
@@ -119,34 +134,30 @@ class Cluster:
 def network() -> Iterator[Network]:
     if shutil.which("ip") is None:
         pytest.skip("needs `ip` of iproute2")
-    try:
-        network = Network()
-    except (subprocess.CalledProcessError, OSError) as fault:
-        why = getattr(fault, "stderr", "") or str(fault)
-        pytest.skip(f"this system allows no network of its own: {why.strip()}")
+    # Short: the names of Ray's sockets are limited.
+    folder = Path(tempfile.mkdtemp(prefix="pw", dir="/tmp"))
     try:
         try:
-            network.add("try")
+            network = Network(folder)
         except subprocess.CalledProcessError as fault:
-            pytest.skip(f"this system allows no hosts of its own: {fault.stderr.strip()}")
-        yield network
+            pytest.skip(f"this system allows no network of its own: {fault.stderr.strip()}")
+        try:
+            try:
+                network.add("try")
+            except (subprocess.CalledProcessError, AssertionError) as fault:
+                pytest.skip(f"this system allows no hosts of its own: {fault}")
+            yield network
+        finally:
+            network.close()
     finally:
-        network.close()
+        shutil.rmtree(folder)
 
 
 @pytest.fixture
-def cluster(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    # Short: the names of Ray's sockets are limited.
-    folder = Path(tempfile.mkdtemp(prefix="pw", dir="/tmp"))
+def cluster(network: Network, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
-    try:
-        yield Cluster(network, folder)
-    finally:
-        for host in network.hosts:
-            with suppress(subprocess.CalledProcessError):
-                network.vanish(host)
-        shutil.rmtree(folder, ignore_errors=True)
+    return Cluster(network)
 
 
 def run_of(graph: Path, cluster: Cluster, *arguments: str) -> list[str]:
@@ -181,10 +192,13 @@ def test_training_on_two_hosts(graph: Path, cluster: Cluster, network: Network) 
     arguments = run_of(
         graph, cluster, *LEARNING, "--controllers", "2", "--workers", "1", "--trials", "300"
     )
-    with driver(*arguments, prefix=network.inside("a")) as process:
+    with (
+        Path("log").open("wb") as log,
+        driver(*arguments, prefix=network.inside("a"), stderr=log) as process,
+    ):
         # A box each: one worker of each controller on either host.
         until(lambda: workers_on(network, "a") and workers_on(network, "b"), 240)
-        assert process.wait(timeout=600) == 0
+        assert process.wait(timeout=600) == 0, Path("log").read_text()
         until(lambda: not workers_on(network, "b"))
     check_journal(300)
     updates = Counter(json.loads(line)["controller"] for line in lines("out/metrics.jsonl"))
@@ -200,7 +214,10 @@ def test_a_host_vanishes_and_another_joins(graph: Path, cluster: Cluster, networ
     def count() -> int:
         return len(lines("out/journal.jsonl"))
 
-    with driver(*arguments, prefix=network.inside("a")) as process:
+    with (
+        Path("log").open("wb") as log,
+        driver(*arguments, prefix=network.inside("a"), stderr=log) as process,
+    ):
         until(lambda: workers_on(network, "a") and workers_on(network, "b") and count() > 100, 240)
         network.vanish("b")
         # Ray takes its time to notice; then the worker that is left goes on alone.

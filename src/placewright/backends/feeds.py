@@ -14,18 +14,33 @@ from placewright.errors import ModelError
 _NOT_IN_NUMPY = {"bfloat16": "float32"}
 """Dtypes of frameworks, which convert what they are fed on arrival."""
 
+_MOST_BYTES = 16 << 30
+"""Of what is fed, decompressed."""
+
 
 def load_feeds(path: str | Path) -> dict[str, Array]:
     """The arrays of an .npz file, by the names of the inputs. Nothing in it is executed."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
-                raise ModelError(f"{path}: one array, expected an .npz file of several by name")
-            return {name: file[name] for name in file.files}
+        # Opened here, as numpy leaves a file open that is none of its own.
+        with Path(path).open("rb") as raw:
+            if zipfile.is_zipfile(raw):
+                size = sum(entry.file_size for entry in zipfile.ZipFile(raw).infolist())
+                if size > _MOST_BYTES:
+                    raise ModelError(f"{path}: holds {size:,} bytes, more than {_MOST_BYTES:,}")
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                if not hasattr(file, "files"):
+                    raise ModelError(f"{path}: one array, expected an .npz file of several by name")
+                return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file of inputs") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as fault:
-        raise ModelError(f"{path}: not an .npz file of numbers: {fault}") from None
+    except ModelError:
+        raise
+    # Of what is wrong with a zip file, its compression or the header of an array each part has
+    # errors of its own.
+    except (Exception, MemoryError) as fault:
+        reason = " ".join(str(fault).split()) or type(fault).__name__
+        raise ModelError(f"{path}: not an .npz file of numbers: {reason}") from None
 
 
 def make_feeds(

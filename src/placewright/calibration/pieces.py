@@ -109,6 +109,10 @@ def measure_links(runner: Runner, cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, links=links)
 
 
+_INSTANTLY = 1e16
+"""Bytes per second that no wire has: of a link that is an event between streams."""
+
+
 def _fit_link(link: Link, hops: Sequence[float]) -> Link:
     """Latency and bandwidth whose relative errors over all sizes are least."""
     sizes, seconds = np.array(LINK_BYTES, dtype=float), np.array(hops)
@@ -116,9 +120,11 @@ def _fit_link(link: Link, hops: Sequence[float]) -> Link:
     columns = np.stack([np.ones_like(sizes), sizes], axis=1) * weights[:, np.newaxis]
     (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones_like(sizes), rcond=None)
     latency = float(max(latency, 1e-6))
+    bandwidth = float(1.0 / max(per_byte, 1e-13))
     return dataclasses.replace(
         link,
         latency_seconds=latency,
-        bandwidth=float(1.0 / max(per_byte, 1e-13)),
+        # Where nothing is moved, what seems to depend on the size is noise.
+        bandwidth=link.bandwidth if link.bandwidth >= _INSTANTLY else bandwidth,
         gap_seconds=None if link.gap_seconds is None else min(link.gap_seconds, latency),
     )

@@ -15,8 +15,8 @@ from rich import markup
 from rich.console import Console
 
 from placewright.backends.base import LoadOptions
-from placewright.cli.options import UsageError
-from placewright.cluster import Cluster, preset_names
+from placewright.cli.options import UsageError, complete_clusters
+from placewright.cluster import Cluster
 from placewright.graph import Graph
 from placewright.problem import Problem, ProblemConfig, make_problem
 
@@ -70,10 +70,6 @@ def complete_models(incomplete: str) -> list[str]:
     from placewright.backends import model_names
 
     return [name for name in model_names() if name.startswith(incomplete)]
-
-
-def complete_clusters(incomplete: str) -> list[str]:
-    return [name for name in preset_names() if name.startswith(incomplete)]
 
 
 ModelArgument = Annotated[

@@ -52,6 +52,12 @@ def complete_methods(incomplete: str) -> list[str]:
     return [before + name for name in ("auto", *METHODS) if name.startswith(last)]
 
 
+def complete_clusters(incomplete: str) -> list[str]:
+    from placewright.cluster import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
 OPTIONS: dict[str, Shown] = {
     "backend": Shown("NAME", (), complete_backends),
     "batch": Shown("N"),
@@ -64,6 +70,11 @@ OPTIONS: dict[str, Shown] = {
     "group_by": Shown("REGEX=LABEL"),
     "groups": Shown("N"),
     "costs": Shown("FILE"),
+    "cluster": Shown("CLUSTER", ("--cluster", "-c"), complete_clusters),
+    "memory": Shown("DEVICE=SIZE"),
+    "workload": Shown("WHAT"),
+    "homes": Shown(names=("--homes/--no-homes",)),
+    "window": Shown("BYTES"),
     "time_limit_seconds": Shown("SECONDS", ("--time-limit",)),
     "addresses": Shown("DEVICE=HOST:PORT", ("--address",)),
     "loops": Shown("REGEX=N", ("--loop",)),

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
+from placewright.cli.offload import Setting, place_offloaded
 from placewright.cli.options import Only, UsageError, add_command, complete_methods
 from placewright.cli.real import FeedsOption, RealRuns, feeds_from, run_config
 from placewright.cli.report import write_beside
@@ -111,7 +112,7 @@ def add_to(app: typer.Typer) -> None:
 def place(
     model: common.ModelArgument,
     *,
-    cluster: common.ClusterOption = "local",
+    setting: Setting,
     search: Annotated[
         SearchConfig,
         Only("method", "budget", "trials", "seed", "policy", "evaluate", "simulate_first"),
@@ -133,11 +134,16 @@ def place(
     from placewright.session.config import Machine
     from placewright.session.driver import Session, needs_program
 
+    if setting.workload is not None:
+        others = {"learner": learner, "problem": problem, "feeds": feeds, "real": real,
+                  "team": team, "load": load}  # fmt: skip
+        place_offloaded(model, setting, search, output, others)
+        return
     config = replace(search, learner=configured_presets(search.chosen.names, learner or ()))
     if team is not None:
         check_installed("`controllers`" if team.controllers else "`workers`")
     # What can be wrong with the request is said before the model is read, which takes a while.
-    described = Cluster.load(cluster)
+    described = setting.described()
     run = run_config(model, load, real)
     machine = None
     if needs_program(
@@ -151,7 +157,7 @@ def place(
             raise UsageError("--feeds means nothing in the simulator")
         graph = common.load_graph(model, load)
     posed = common.load_problem(graph, described, problem)
-    with output.opened(model, cluster) as directory:
+    with output.opened(model, setting.cluster) as directory:
         with stop_on_interrupt() as stopped, _progress(config.limits) as display:
             session = Session(
                 posed, config, machine=machine, team=team, directory=directory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,12 +89,23 @@ def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) ->
 
     Example: placewright explain result
     """
+    from placewright.cli.offload import sections as of_offloaded
     from placewright.report import explain as explained
     from placewright.report import read_run
 
+    found = of_offloaded(directory)
+    if found is not None:
+        _print_sections(found, as_json)
+        return
     with common.status("reading the run ..."):
         run = read_run(directory)
         sections = explained(run)
+    _print_sections(sections, as_json)
+    if not run.ok and not as_json:
+        raise typer.Exit(1)
+
+
+def _print_sections(sections: Sequence[tuple[str, Sequence[str]]], as_json: bool) -> None:
     if as_json:
         common.print_json({title: list(lines) for title, lines in sections})
         return
@@ -105,8 +117,6 @@ def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) ->
                 common.console.print(Padding(text, (0, 0, 0, 2)))
             else:  # other programs get lines that are whole
                 common.console.print(f"  {text}", soft_wrap=True)
-    if not run.ok:
-        raise typer.Exit(1)
 
 
 def write_beside(directory: str, result: Result) -> str:

@@ -18,6 +18,7 @@ from placewright.journal import Progression, read_progression
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
+from placewright.schema import Maybe, check, flag, number, text, whole
 from placewright.session.directory import (
     COSTS_FILE,
     JOURNAL_FILE,
@@ -117,6 +118,47 @@ class Run:
         return self.simulator.timeline(placement)
 
 
+_METHOD = {
+    "method": text,
+    "step_seconds": Maybe(number),
+    "outcome": text,
+    "reason": text,
+    "trials": whole,
+    "search_seconds": Maybe(number),
+    "peak_bytes?": Maybe([whole]),
+    "main_device?": Maybe(text),
+}
+_RANGE = {
+    "mean_seconds": number,
+    "least_seconds": number,
+    "most_seconds": number,
+    "orders": whole,
+    "overflows?": whole,
+}
+_SUMMARY = {
+    "problem": text,
+    "space?": text,
+    "version?": text,
+    "command?": text,
+    "seed?": Maybe(whole),
+    "interrupted?": flag,
+    "measured?": flag,
+    "method": Maybe(text),
+    "step_seconds": Maybe(number),
+    "step_range?": Maybe(_RANGE),
+    "makeup?": Maybe({"rests_on_overhead?": flag, "speed_up_without_overhead?": Maybe(number)}),
+    "half_width_seconds?": Maybe(number),
+    "peak_bytes": Maybe([whole]),
+    "lower_bound_seconds": number,
+    "comparisons?": [{"method": text, "ratio": Maybe(number), "half_width": Maybe(number)}],
+    "trials": whole,
+    "search_seconds": Maybe(number),
+    "methods": [_METHOD],
+    "files?": {},
+}
+"""Of `summary.json`, what a report is made of."""
+
+
 def read_run(directory: str | Path) -> Run:
     """The run in a directory; raises `ReportError` when there is none."""
     folder = Path(directory)
@@ -191,10 +233,8 @@ def _written_summary(
     path = folder / SUMMARY_FILE
     if not path.is_file():
         return None
-    summary = read_json(path, ReportError, what="summary")
-    wanted = ("problem", "methods", "step_seconds", "lower_bound_seconds", "search_seconds")
-    if not isinstance(summary, dict) or any(key not in summary for key in wanted):
-        raise ReportError(f"{path}: not a summary of a run")
+    summary: dict[str, Any] = read_json(path, ReportError, what="summary")
+    check(summary, _SUMMARY, ReportError, where=f"{path}: not a summary of a run")
     # Version 0.1.0 knew nothing of spaces.
     own = problem.space.fingerprint if "space" in summary else problem.fingerprint
     of = summary.get("space", summary["problem"])

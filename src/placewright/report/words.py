@@ -11,6 +11,7 @@ from placewright.costs import Source
 from placewright.graph import Loop
 from placewright.measurement import Outcome
 from placewright.report import analysis
+from placewright.report.homes import home_lines
 from placewright.report.run import Run
 from placewright.simulator import StepRange, Timeline
 from placewright.simulator.makeup import described, range_line
@@ -203,6 +204,8 @@ def explain(run: Run) -> list[Section]:
     if run.timeline is not None and run.best is not None:
         title = "Where the groups sit" if run.ok else "A placement that does not fit"
         sections.append(Section(title, tuple(_where(run.timeline))))
+        if run.timeline.problem.homes is not None:
+            sections.append(Section("Where the weights live", tuple(home_lines(run.timeline))))
     if run.timeline is not None and run.ok:
         sections += [
             Section("What the step is made of", tuple(_made_of(run))),
@@ -266,8 +269,9 @@ def _made_of(run: Run) -> list[str]:
             "The speed-up comes from spreading overhead (issuing ops, gaps between kernels) over "
             f"devices: without overhead, {made['speed_up_without_overhead']:.2f}x is left."
         )
-    of = run.summary.get("step_range")
-    if of and (line := range_line(StepRange(**of))):
+    of = run.summary.get("step_range") or {}
+    known = {key: of[key] for key in StepRange.__dataclass_fields__ if key in of}
+    if known and (line := range_line(StepRange(**known))):
         lines.append(f"{line[0].upper()}{line[1:]}.")
     return lines
 

@@ -45,6 +45,7 @@ BEGUN = (RUN_FILE, JOURNAL_FILE, PROBLEM_FILE)
 
 RUN_FILES = (
     *BEGUN, COSTS_FILE, PLACEMENT_FILE, TRACE_FILE, SUMMARY_FILE, "metrics.jsonl", "report.html",
+    "offload.json",
 )  # fmt: skip
 
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, RUN_FILES))}|checkpoint-.*)\.[a-z0-9_]{{8}}")

@@ -42,8 +42,8 @@ _OPENING = 0.25
 
 def is_worthwhile(problem: Problem) -> bool:
     """Whether placing op by op is anything else than placing by groups."""
-    if problem.graph.num_ops > MOST_OPS:
-        return False
+    if problem.graph.num_ops > MOST_OPS or problem.homes is not None:
+        return False  # the schedulers know nothing of weights that travel
     return problem.num_groups > _FEW_GROUPS or problem.refined is not problem
 
 

@@ -16,7 +16,7 @@ from placewright.backends.pytorch.client import prepare
 from placewright.backends.pytorch.execution import Execution, Opened
 from placewright.backends.pytorch.lanes import Lanes, Ledger, OverLimitError
 from placewright.backends.pytorch.places import Place
-from placewright.backends.pytorch.steps import Call, Ref, Source, Step
+from placewright.backends.pytorch.steps import Call, Ref, Source, Step, Update, Write
 
 
 @dataclass
@@ -146,9 +146,13 @@ def random_step(rng: random.Random, calls: int) -> Step:
         for v in range(3)
     )
     made: list[Call] = []
-    whole = [0, 1, 2]
+    whole, fresh = [0, 1, 2], []
     for value in range(3, 3 + calls):
         kind = rng.choice(("add", "mul", "relu", "view", "split"))
+        if value > calls:
+            kind = "add"  # what is returned is no view of what changes
+        if kind not in ("view", "split"):
+            fresh.append(value)
         a, b = (Ref(rng.choice(whole)) for _ in range(2))
         how: dict[str, tuple[str, tuple[Any, ...]]] = {
             "add": ("aten.add.Tensor", (a, b)),
@@ -164,11 +168,17 @@ def random_step(rng: random.Random, calls: int) -> Step:
                 value=value, target="aten.slice.Tensor", args=(a, 0, 0, 4), kwargs={}, op=value
             )
         whole.append(value)
+    last = 3 + calls
     return Step(
-        num_values=3 + calls,
+        num_values=last,
         sources=sources,
         calls=tuple(made),
-        results=(2 + calls, 1 + calls),
+        results=(last - 1, last - 2),
+        # What others read in the step is changed when it is over.
+        writes=(Write(0, rng.choice(fresh)),),
+        updates=tuple(Update(v, rng.choice(fresh), last + v - 1) for v in (1, 2)),
+        optimizer="SGD",
+        settings={"lr": 0.25, "foreach": False},
     )
 
 
@@ -176,9 +186,15 @@ class Accesses(TorchDispatchMode):
     """Who touches which memory, seen from below: every op that torch runs, on the lane of the
     moment."""
 
-    def __init__(self, log: Log) -> None:
+    changed = 0
+    """Times that something was changed which another lane had touched."""
+
+    def __init__(self, log: Log, lasting: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
+        self.lasting = lasting
+        """Addresses of parameters and the like: of nothing else one may say who touched it before,
+        as what goes through the host shares slabs of pinned memory."""
         self.made: dict[int, tuple[int, int]] = {}
         """Address -> who made what lies there."""
         self.of: dict[int, list[tuple[int, int]]] = {}
@@ -196,11 +212,25 @@ class Accesses(TorchDispatchMode):
         made = {address(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)} - taken
         for memory in taken & self.made.keys():
             assert self.log.comes_after(lane, now, *self.made[memory])
+        for memory in changed_by(function, args) & self.lasting:
+            for other, position in self.of.get(memory, ()):
+                assert self.log.comes_after(lane, now, other, position)
+                Accesses.changed += other != lane
         for memory in made:
             self.made[memory] = (lane, now)
         for memory in taken | made:
             self.of.setdefault(memory, []).append((lane, now))
         return result
+
+
+def changed_by(function: Any, args: Any) -> set[int]:
+    """The memories that a call writes to which were there before."""
+    written = [
+        given
+        for said, given in zip(function._schema.arguments, args, strict=False)
+        if said.alias_info is not None and said.alias_info.is_write
+    ]
+    return {address(t) for t in tree_leaves(written) if isinstance(t, torch.Tensor)}
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -246,21 +276,27 @@ def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
     module = "placewright.backends.pytorch.execution"
     monkeypatch.setattr(f"{module}.Lanes", Counting)
     monkeypatch.setattr(f"{module}.Ledger", Checked)
-    Checked.freed = 0
+    Checked.freed = Accesses.changed = 0
     for _ in range(12):
         step = random_step(rng, 14)
         at = places(names)
         log = Immediate([0] * 2)
         opened = Opened(at, log)
         try:
-            prepared = prepare(step, {}, [0] * step.num_values, opened)
-            op_places = [rng.randrange(len(at)) for _ in range(step.num_values)]
+            ops = step.num_values + len(step.updates)
+            prepared = prepare(step, {}, [0] * ops, opened)
+            op_places = [rng.randrange(len(at)) for _ in range(ops)]
+            for update in step.updates:  # where the parameter is
+                op_places[update.op] = op_places[update.parameter]
             allowed = [[direct] * len(at)] * len(at)
             execution = Execution(prepared, opened, op_places, direct=allowed)
             for _ in range(2):
                 log.counts[:], log.lane = [0] * opened.num_lanes, -1
                 log.waits.clear()
-                Checked.accesses = Accesses(log)
+                prepared.values.reset()
+                there = [prepared.values.all_on(place.torch_device) for place in at]
+                lasting = {address(tensor) for values in there for tensor in values.values()}
+                Checked.accesses = Accesses(log, lasting)
                 with Checked.accesses:
                     execution.run()
                 log.lane = -1
@@ -269,3 +305,4 @@ def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
         finally:
             opened.close()
     assert Checked.freed > 20 or names == "cc"
+    assert Accesses.changed > 5 or names == "cc"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -475,3 +476,29 @@ def test_the_blocks_of_transformers_stay_whole_and_accelerate_runs_the_map(tmp_p
             offload_dir=str(tmp_path),
         )  # fmt: skip
         assert torch.allclose(dispatched(**ids).logits, wanted, atol=1e-5)
+
+
+def test_a_plan_imports_nothing_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('was_here').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = program_of(torch.nn.Linear(4, 4), torch.zeros(2, 4))
+    random_plan(program).save("plan.json")
+    whole = json.loads(Path("plan.json").read_text())
+    leaf = {"type": None, "context": None, "children_spec": []}
+    enum = {"__enum__": True, "fqn": "evil:Some", "name": "x"}
+    factory = {"default_factory_module": "evil", "default_factory_name": "x", "dict_context": []}
+    for kind, context in (
+        ("collections.deque", json.dumps(enum)),
+        ("builtins.tuple", json.dumps(enum)),
+        ("builtins.dict", json.dumps([enum])),
+        ("collections.defaultdict", factory),
+    ):
+        tree = [1, {"type": kind, "context": context, "children_spec": [leaf]}]
+        plan = whole | {"inputs": whole["inputs"] | {"tree": tree}}
+        Path("plan.json").write_text(json.dumps(plan))
+        with pytest.raises(PlacementError, match=r"plan\.json: malformed plan: inputs in a"):
+            pt.load("plan.json")
+        assert not Path("was_here").exists()

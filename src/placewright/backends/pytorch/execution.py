@@ -684,7 +684,8 @@ class _Issue:
     # --- the end ---
 
     def _end(self) -> None:
-        """The updates, when everything before them is done: they change what others have read."""
+        """The updates: each place's when all have read what they change, and the rest of the step
+        goes on elsewhere."""
         x, lanes = self._x, self.lanes
         on_gpu = {n for n in x._updates if self._places[n].on_gpu}
         writes = [
@@ -692,27 +693,43 @@ class _Issue:
             for write in x._of.step.writes
             if self._places[self._routes.home[write.source]].on_gpu
         ]
-        changing = on_gpu | {self._routes.home[write.source] for write in writes}
-        marks = [lanes.mark(lane) for lane in range(self._opened.num_lanes)] if changing else []
-        for number in sorted(changing):
-            for mark in marks:
-                self._wait(self._opened.lane(number, COMPUTE), mark)
+        changes = [
+            (number, update.parameter, update.gradient)
+            for number in sorted(on_gpu)
+            for update in x._updates[number][0]
+        ] + [(self._routes.home[write.source], write.source, write.value) for write in writes]
+        for number, changed, given in changes:
+            self._wait_to_change(number, changed, given)
         for number in sorted(on_gpu):
             updates, update = x._updates[number]
             lane = self._opened.lane(number, COMPUTE)
-            lanes.work(lane)
+            position = lanes.work(lane)
+            for u in updates:
+                self._used(self._places[number].pool, u.gradient, lane, position)
             began = self._time(lane)
             update({u.gradient: self._env[number][u.gradient] for u in updates})
             if began is not None:
                 x._gpu_updates.append((updates, number, began, self._time(lane)))
         for write in writes:
             number = self._routes.home[write.source]
-            lanes.work(self._opened.lane(number, COMPUTE))
+            lane = self._opened.lane(number, COMPUTE)
+            self._used(self._places[number].pool, write.value, lane, lanes.work(lane))
             self._env[number][write.source].copy_(self._env[number][write.value])
         for key in self._routes.dropped[-1]:
             if key[0] in self._pool_is_gpu:
                 self._drop(key)
         self.join()
+
+    def _wait_to_change(self, number: int, changed: int, given: int) -> None:
+        """The place's lane waits for all that have read a value, and for what it becomes."""
+        pool, lane = self._places[number].pool, self._opened.lane(number, COMPUTE)
+        there = self._there.get((number, given))
+        if there is not None:
+            self._wait(lane, there)
+        for value in (changed, given):
+            key = (pool, self._routes.root.get((pool, value), value))
+            for other in self._uses.get(key, {}):
+                self._wait(lane, self.lanes.mark(other))
 
     def join(self) -> None:
         """The main lane waits for all others."""

@@ -187,7 +187,7 @@ class Plan:
             "model": self.model,
             "training": self.training,
             "inputs": {
-                "tree": json.loads(pytree.treespec_dumps(spec)),
+                "tree": _tree_to_json(spec),
                 "leaves": [_leaf_to_json(leaf) for leaf in leaves],
             },
             "devices": dict(self.devices),
@@ -209,7 +209,7 @@ class Plan:
             raise PlacementError(f"{where}: not a plan for a PyTorch module ({FORMAT})")
         try:
             inputs = document["inputs"]
-            spec = pytree.treespec_loads(json.dumps(inputs["tree"]))
+            spec = pytree.treespec_loads(json.dumps(_checked_tree(inputs["tree"])))
             leaves = [_leaf_from_json(leaf) for leaf in inputs["leaves"]]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             units = document["units"]
@@ -231,6 +231,54 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError) as fault:
             raise PlacementError(f"{where}: malformed plan: {first_line(fault)}") from None
+
+
+_CONTAINERS = {
+    "builtins.tuple": False,
+    "builtins.list": False,
+    "builtins.dict": True,
+    "collections.OrderedDict": True,
+}
+"""What inputs in a file can be in, and whether it has keys."""
+
+_MOST_LEVELS = 100
+
+
+def _tree_to_json(spec: pytree.TreeSpec) -> Any:
+    try:
+        return _checked_tree(json.loads(pytree.treespec_dumps(spec)))
+    except (TypeError, ValueError, NotImplementedError) as fault:
+        raise PlacementError(f"a plan of these inputs cannot be written: {fault}") from None
+
+
+def _checked_tree(document: Any) -> Any:
+    """The same, or an error: for other kinds of containers PyTorch would import the modules that a
+    file names."""
+    version, tree = document
+    if version != 1:
+        raise ValueError(f"inputs of version {version!r}")
+    _check_tree(tree, _MOST_LEVELS)
+    return document
+
+
+def _check_tree(node: Any, levels: int) -> None:
+    kind, context, children = node["type"], node["context"], node["children_spec"]
+    if not levels:
+        raise ValueError("inputs are nested too deeply")
+    if kind is None and context is None and not children:
+        return
+    if kind not in _CONTAINERS:
+        raise ValueError(f"inputs in a {kind}; use tuples, lists and dicts")
+    keys = json.loads(context)
+    if not _CONTAINERS[kind]:
+        fits = keys is None
+    else:
+        fits = isinstance(keys, list) and len(keys) == len(children)
+        fits = fits and all(isinstance(key, str | int | float) for key in keys)
+    if not fits:
+        raise ValueError(f"inputs in a {kind} with {context}")
+    for child in children:
+        _check_tree(child, levels - 1)
 
 
 def _texts(table: Any) -> dict[str, str]:

@@ -42,6 +42,20 @@ def from_function(text: str) -> TorchModel:
     return as_model(_call(function, text), text)
 
 
+def call_function(text: str) -> tuple[torch.nn.Module, Any]:
+    """The module that a function returns, and what it returns besides, if anything."""
+    match = FUNCTION.match(text)
+    assert match is not None, text
+    function = getattr(_import(match["where"]), match["name"], None)
+    if not callable(function):
+        raise ModelError(f"{match['where']}: has no function {match['name']!r}")
+    value = _call(function, text)
+    module, *others = value if isinstance(value, tuple) else (value,)
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"{text}: returns a {type(module).__name__}, no module")
+    return module, others[0] if others else None
+
+
 def _import(where: str) -> ModuleType:
     try:
         if not where.endswith(".py"):

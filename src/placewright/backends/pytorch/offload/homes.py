@@ -149,6 +149,10 @@ class Home(Source):
             self._views[region.data_ptr()] = found
         return found
 
+    def forget_views(self) -> None:
+        """The buffer is another one; what is kept of the old one would keep its memory."""
+        self._views.clear()
+
     def lend(self, views: Mapping[str, torch.Tensor]) -> None:
         """The tensors have their values there, until they are `at_home` again."""
         for name, view in views.items():

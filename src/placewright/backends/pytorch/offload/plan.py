@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
 from placewright.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from placewright.backends.pytorch.offload.links import Link
 
 FORMAT = "placewright-torch-offload/1"
 HOST = "cpu"
@@ -117,6 +122,34 @@ class OffloadPlan:
 
     def on_host(self, shape: str) -> list[UnitPlan]:
         return [u for u in self.units if u.computed_on[shape] == HOST and u.size]
+
+    def apply(
+        self,
+        model: torch.nn.Module,
+        *,
+        checkpoint: str | Path | None = None,
+        link: Link | None = None,
+    ) -> Any:
+        """The module, placed: its parameters move to their homes, and it runs as planned.
+
+        Args:
+            model: the module that was planned, or another of its kind.
+            checkpoint: safetensors files with its weights, for a module on `meta`.
+            link: how weights travel, where that is not to be found by the device's name.
+        """
+        from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
+        from placewright.backends.pytorch.offload.runtime import offload
+
+        empty = next((n for n, t in model.named_parameters() if t.is_meta), None)
+        if empty is not None and checkpoint is None:
+            raise PlacementError(
+                f"{empty!r} is on the meta device and has no values; give checkpoint=, the "
+                "safetensors files with the weights"
+            )
+        placed = offload(model, self, link)
+        if checkpoint is not None:
+            load_checkpoint(placed, checkpoint)
+        return placed
 
     # --- words -----------------------------------------------------------------------------------
 

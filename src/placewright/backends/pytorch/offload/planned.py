@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
 from placewright.backends.pytorch.offload.estimating import estimated_costs, host_of
 from placewright.backends.pytorch.offload.links import Link
 from placewright.backends.pytorch.offload.measuring import refine
 from placewright.backends.pytorch.offload.plan import OffloadPlan
 from placewright.backends.pytorch.offload.planner import Limits, Planner
 from placewright.backends.pytorch.offload.recording import record
-from placewright.backends.pytorch.offload.runtime import offload as put
 from placewright.backends.pytorch.offload.shapes import Workload
 from placewright.cluster import Cluster
 from placewright.errors import PlacementError
@@ -44,25 +42,17 @@ class PlannedOffload:
         checkpoint: str | Path | None = None,
         link: Link | None = None,
     ) -> Any:
-        """The module, placed: its parameters move to their homes, and it runs as planned.
+        """See `OffloadPlan.apply`.
 
         Args:
-            model: the module that was planned, or another of its kind.
+            model: see there.
             evaluate: `measure` takes the times of units in some passes and plans again with them.
-            checkpoint: safetensors files with its weights, for a module on `meta`.
-            link: how weights travel, where that is not to be found by the device's name.
+            checkpoint: see there.
+            link: see there.
         """
         if evaluate not in ("simulate", "measure"):
             raise PlacementError(f"evaluate is {evaluate!r}; there are 'simulate' and 'measure'")
-        empty = next((n for n, t in model.named_parameters() if t.is_meta), None)
-        if empty is not None and checkpoint is None:
-            raise PlacementError(
-                f"{empty!r} is on the meta device and has no values; give checkpoint=, the "
-                "safetensors files with the weights"
-            )
-        placed = put(model, self.plan, link)
-        if checkpoint is not None:
-            load_checkpoint(placed, checkpoint)
+        placed = self.plan.apply(model, checkpoint=checkpoint, link=link)
         if evaluate == "measure":
             refine(placed, self.planner, self.workload)
         return placed

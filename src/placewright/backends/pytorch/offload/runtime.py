@@ -106,7 +106,7 @@ class Offloaded:
         self.plan = plan
         self.graphs.forget()
         # Before weights move in, those that leave have to be gone, and so has the old buffer.
-        self.window = Window(self.link, 0, {})
+        self._close_window()
         self._move()
         self.window = Window(
             self.link, plan.window_bytes, {u.path: u.home for u in self._travellers()}
@@ -121,12 +121,17 @@ class Offloaded:
         self.link.finish()
         target = torch.device(device or _CPU)
         self.graphs.forget()
-        self.window = Window(self.link, 0, {})
+        self._close_window()
         for unit in self.units.values():
             unit.home.to_device(target, self._blocks)
         self._blocks = Blocks(self.link)
         self._restored = True
         return self.model
+
+    def _close_window(self) -> None:
+        self.window = Window(self.link, 0, {})
+        for unit in self.units.values():
+            unit.home.forget_views()
 
     def changed(self) -> None:
         """To be called when weights were written to in a way that torch does not count."""

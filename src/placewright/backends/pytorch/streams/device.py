@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from placewright.backends.pytorch.streams.groups import Grouped
-from placewright.backends.pytorch.streams.issue import Around, Issued, Run, issue
+from placewright.backends.pytorch.streams.issue import Around, Issued, Run, fresh, issue
 from placewright.backends.pytorch.streams.schedule import Schedule
 
 
@@ -142,11 +142,11 @@ class Gpu:
         return graph, made
 
     def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
-        self._warm(lambda: run(*inputs), 2)
+        self._warm(lambda: fresh(run, inputs), 2)
 
         def body() -> None:
             for _ in range(_REPEATS):
-                run(*inputs)
+                fresh(run, inputs)
 
         graph, _ = self.capture(body)
         seconds = statistics.median(self.times([graph.replay], 5)[0])
