@@ -3,6 +3,7 @@
 # make test-slow  the tests that repeat something for minutes
 # make test-hosts  the tests on several hosts: network namespaces, for which one must be root
 # make fuzz    changed files of all kinds for a minute, or SECONDS=600
+# make soak    kills, stops and full disks at random for 30 minutes, or SECONDS=600
 # make test-gpu   the tests that need a GPU; elsewhere they are skipped, and say so
 # make paper   the paper's experiment: some 40 minutes, on a machine that does nothing else
 # make lint    ruff, mypy and the import contracts
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-hosts fuzz test-gpu paper lint format docs lock clean
+.PHONY: demo test test-slow test-hosts soak fuzz test-gpu paper lint format docs lock clean
 
 # Each run gets a folder of its own, so that none is overwritten.
 demo: $(READY)
@@ -32,6 +33,10 @@ test-slow: $(READY)
 
 test-hosts: $(READY)
 	@$(BIN)/python -m pytest --slow tests/distributed/test_hosts.py
+
+soak: SECONDS ?= 1800
+soak: $(READY)
+	@$(BIN)/python -m benchmarks.soak --seconds $(SECONDS)
 
 fuzz: SECONDS ?= 60
 fuzz: $(READY)

@@ -1,6 +1,6 @@
 """How well the calibrated simulator predicts real runs of PyTorch models on a GPU and its parts.
 
-    python -m benchmarks.fidelity_gpu --seconds 300             # measures, as far as time allows
+    python -m benchmarks.fidelity_gpu --seconds 300 --measure   # as far as time allows
     python -m benchmarks.fidelity_gpu --analyse                 # no GPU: fits, tables, plot
     python -m benchmarks.fidelity_gpu --machines cpu2 --models towers --tiny --placements 12
 
@@ -21,6 +21,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -540,62 +541,98 @@ def main() -> None:
     options = _options()
     if not options.analyse:
         _measure_all(options)
-    analyse(options.output)
+    if not options.measure:
+        analyse(options.output)
 
 
 def _measure_all(options: argparse.Namespace) -> None:
-    from benchmarks.fidelity_gpu_models import program as load
-
+    """In waves: the processes of some pairs start side by side, then each has the machine."""
     end = time.monotonic() + options.seconds
     programs: dict[str, Any] = {}
-    for machine in options.machines:
-        for model in options.models:
-            if time.monotonic() > end:
-                print("no time left", flush=True)
-                return
-            path = options.output / "raw" / f"{model}-{machine.replace('+', '-')}.json.gz"
-            began = time.monotonic()
-            try:
-                if model not in programs:
-                    programs[model] = load(model, tiny=options.tiny)
-                runs = _measure_one(programs[model], model, machine, path, options, end)
-                print(f"{model} on {machine}: {runs} runs, {time.monotonic() - began:.0f} s",
-                      flush=True)  # fmt: skip
-            except Exception as fault:  # the others are measured all the same
-                print(f"{model} on {machine}: {type(fault).__name__}: {fault}", flush=True)
+    # The first models and machines are the most important: by turns, so that neither is left out.
+    pairs = [(model, machine) for model in options.models for machine in options.machines]
+    pairs.sort(key=lambda p: options.models.index(p[0]) + options.machines.index(p[1]))
+    while pairs and time.monotonic() < end:
+        wave, pairs = pairs[: options.wave], pairs[options.wave :]
+        # Processes end with the thread that started them.
+        with ThreadPoolExecutor(options.wave) as threads, ExitStack() as runners:
+            started = []
+            for model, machine in wave:
+                try:
+                    prepared = _prepared(programs, model, machine, options)
+                except Exception as fault:  # the others are measured all the same
+                    _say_fault(model, machine, fault)
+                    continue
+                if prepared is not None:
+                    runners.enter_context(prepared.runner)
+                    started.append((prepared, threads.submit(prepared.runner.start)))
+            for _, future in started:
+                wait([future])
+            for number, (prepared, future) in enumerate(started):
+                share = (end - time.monotonic()) / max(1, len(started) - number)
+                try:
+                    future.result()
+                    prepared.measure(min(options.each, share), options.placements)
+                except Exception as fault:
+                    _say_fault(*prepared.pair, fault)
+    print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
 
 
-def _measure_one(
-    program: Any, model: str, machine: str, path: Path, options: argparse.Namespace, end: float
-) -> int:
-    """How many runs of it there are now."""
+def _say_fault(model: str, machine: str, fault: Exception) -> None:
+    print(f"{model} on {machine}: {type(fault).__name__}: {fault}", flush=True)
+
+
+@dataclass
+class Prepared:
+    """A model on a machine, about to be measured."""
+
+    pair: tuple[str, str]
+    path: Path
+    record: Record
+    problem: Problem
+    runner: Any
+
+    def measure(self, seconds: float, count: int) -> None:
+        began = saved = time.monotonic()
+        try:
+            for _ in measure(
+                self.problem, self.runner, self.record, count=count, until=began + seconds
+            ):
+                if time.monotonic() > saved + 3.0:
+                    self.record.save(self.path, self.problem)
+                    saved = time.monotonic()
+        finally:
+            self.record.save(self.path, self.problem)
+        runs = sum(len(run["passes"]) for run in self.record.runs)
+        took = time.monotonic() - began
+        print(f"{self.pair[0]} on {self.pair[1]}: {runs} runs so far, {took:.0f} s", flush=True)
+
+
+def _prepared(
+    programs: dict[str, Any], model: str, machine: str, options: argparse.Namespace
+) -> Prepared | None:
+    """None where everything is measured."""
+    from benchmarks.fidelity_gpu_models import program
     from placewright.backends.pytorch import TorchRunConfig
     from placewright.backends.pytorch.runner import TorchRunner
 
-    cluster = chosen(list(MACHINES[machine]))
-    cluster = replace(cluster, name=machine)
+    path = options.output / "raw" / f"{model}-{machine.replace('+', '-')}.json.gz"
+    if model not in programs:
+        programs[model] = program(model, tiny=options.tiny)
     if path.exists():
         record, problem = Record.load(path)
     else:
+        cluster = replace(chosen(list(MACHINES[machine])), name=machine)
         record = Record({"model": model, "machine": machine, "hardware": _hardware(cluster)})
-        problem = make_problem(program.graph, cluster).refined
-    if record.runs and all(len(run["passes"]) > 1 or _failed(run) for run in record.runs
-                           if not run["fit"]):  # fmt: skip
-        return len(record.runs)
+        problem = make_problem(programs[model].graph, cluster).refined
+    fresh = [run for run in record.runs if not run["fit"]]
+    if fresh and all(len(run["passes"]) > 1 or _failed(run) for run in fresh):
+        return None
     config = TorchRunConfig(
         steps=options.steps, max_steps=options.steps, time_limit_seconds=30.0, start_seconds=180.0
     )
-    until = min(end, time.monotonic() + options.each)
-    saved = time.monotonic()
-    with TorchRunner(program, problem.cluster, config) as runner:
-        try:
-            for _ in measure(problem, runner, record, count=options.placements, until=until):
-                if time.monotonic() > saved + 5.0:
-                    record.save(path, problem)
-                    saved = time.monotonic()
-        finally:
-            record.save(path, problem)
-    return sum(len(run["passes"]) for run in record.runs)
+    runner = TorchRunner(programs[model], problem.cluster, config)
+    return Prepared((model, machine), path, record, problem, runner)
 
 
 def _hardware(cluster: Cluster) -> str:
@@ -614,10 +651,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first is dropped")
     parser.add_argument("--seconds", type=float, default=300.0, help="for all measuring")
     parser.add_argument(
-        "--each", type=float, default=40.0, help="for a model on a machine, at most"
+        "--each", type=float, default=25.0, help="for a model on a machine, at most"
     )
+    parser.add_argument("--wave", type=int, default=4, help="pairs whose processes start at once")
     parser.add_argument("--tiny", action="store_true", help="models that a CPU runs quickly")
-    parser.add_argument("--analyse", action="store_true", help="measure nothing")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--analyse", action="store_true", help="measure nothing")
+    only.add_argument("--measure", action="store_true", help="analyse nothing yet")
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()
 

@@ -431,7 +431,23 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
             )
     if worst[0]:
         lines.append(f"\nThe worst against the best other column: {worst[0]}, {worst[1]:.3f}.")
+    lines += _searched(rows)
     return "\n".join(lines)
+
+
+def _searched(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """What methods on real trials have added to list scheduling."""
+    gains: dict[str, list[float]] = {}
+    for row in rows:
+        if row["column"] == "ours" and row["ms"]:
+            found = json.loads(row["detail"]).get("found_ms", {})
+            for method in found.keys() - {"one stream", "list"}:
+                gains.setdefault(method, []).append(found["list"] / found[method] - 1)
+    return [
+        f"\nWhat `{method}` on real trials adds to list scheduling, of replays alone: "
+        f"{statistics.median(of):.1%} in the median of {len(of)} rows, {max(of):.1%} at most."
+        for method, of in sorted(gains.items())
+    ]
 
 
 def replay(name: str, replays: int, output: Path) -> None:
@@ -471,6 +487,29 @@ def replay(name: str, replays: int, output: Path) -> None:
     print(row, flush=True)
 
 
+def train(name: str, batch: int, seconds: float, output: Path) -> None:
+    """Forward and backward pass of one model, TF32, as `accelerate_step` compares it."""
+    import torch
+
+    import placewright.torch
+
+    worker = Worker(name, Settings((), 10, seconds, "list"))
+    cell = Cell(batch, "tf32")
+    model, inputs = worker.model_of(cell)
+
+    def loss(outputs: Any) -> Any:
+        flat = torch.utils._pytree.tree_leaves(outputs)
+        return sum(value.square().mean() for value in flat)
+
+    step = placewright.torch.accelerate_step(
+        model.train(), inputs, loss_fn=loss, seconds=seconds, method="list", rounds=15
+    )
+    times = {k: f"{v * 1e3:.4f}" for p in step.fast.plans for k, v in p.seconds.items()}
+    row = {"model": name, "batch": batch, "verdict": step.verdict, "ms": json.dumps(times)}
+    add_csv(output / "training.csv", row)
+    print(row, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default="", help="separated by commas; all when not given")
@@ -483,6 +522,7 @@ def main() -> None:
     parser.add_argument("--method", default="local-search")
     parser.add_argument("--seconds", type=float, default=360.0, help="for everything")
     parser.add_argument("--replays", type=int, default=0, help="of --models, and nothing else")
+    parser.add_argument("--train", type=int, default=0, help="batch of training steps of --models")
     parser.add_argument("--summary", action="store_true", help="of what is there")
     parser.add_argument("--output", type=Path, default=RESULTS / "one_gpu")
     given = parser.parse_args()
@@ -505,9 +545,12 @@ def main() -> None:
     unknown = [name for name in models if name not in MODELS]
     if unknown:
         raise SystemExit(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
-    if given.replays:
+    if given.replays or given.train:
         for name in models:
-            replay(name, given.replays, given.output)
+            if given.replays:
+                replay(name, given.replays, given.output)
+            else:
+                train(name, given.train, given.search_seconds, given.output)
         return
     settings = Settings(
         tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method

@@ -3,6 +3,7 @@ shape and for several."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 
@@ -15,6 +16,7 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.evaluators.workload import WorkloadEvaluator
 from placewright.graph import Edge, Graph, Op, Tensor, Work
 from placewright.placement import Placement
+from placewright.placers._moves import Moves
 from placewright.placers.heft import heft
 from placewright.placers.local_search import LocalSearch
 from placewright.placers.offload import Offload
@@ -171,6 +173,33 @@ def test_no_rule_where_there_is_nothing_to_choose() -> None:
 
 def test_local_search_keeps_its_contract() -> None:
     check_placer(lambda problem, seed: LocalSearch(problem, seed=seed), posed(1.0, 8.0, 4, 1 << 30))
+
+
+def test_moves_keep_weights_and_their_readers_together() -> None:
+    problem = posed(1.0, 8.0, 6, 1 << 30)
+    moves = Moves(problem, random.Random(0))
+    devices = np.array([0, 1] * 6, dtype=np.int32)
+    seen = Counter[str]()
+    for _ in range(3000):
+        kind, changed = moves.draw(devices, None, devices)
+        if changed is None:
+            continue
+        assert moves.may_be(changed)
+        seen[kind] += 1
+        if kind == "trade":
+            differ = {problem.grouping.names[g] for g in np.flatnonzero(changed != devices)}
+            layers = {name.removesuffix("/weights") for name in differ}
+            assert len(layers) == 2
+            assert np.bincount(changed).tolist() == np.bincount(devices).tolist()
+            devices = changed
+        if kind == "settle":
+            devices = changed
+    assert min(seen["trade"], seen["settle"]) > 50
+    tied = make_problem(llama("tied", 1.0, 8.0, 2), host_and_gpu(), ProblemConfig(homes=False))
+    kinds = {Moves(tied, random.Random(0)).draw(np.zeros(tied.num_groups, dtype=np.int32), None,
+                                                np.zeros(tied.num_groups, dtype=np.int32))[0]
+             for _ in range(200)}  # fmt: skip
+    assert not kinds & {"trade", "settle"}
 
 
 # --- several shapes ------------------------------------------------------------------------------

@@ -409,7 +409,7 @@ class ProblemConfig:
     window: int | str | None = None
     """How many bytes of weights may be on their way to a device, or there and still needed, at a
     time. A number, or a text such as `1GiB`. By default one and a half times what a typical group
-    reads."""
+    reads, but at most a quarter of an accelerator's memory."""
 
 
 def make_problem(graph: Graph, cluster: Cluster, config: ProblemConfig | None = None) -> Problem:
@@ -458,8 +458,9 @@ def with_homes(problem: Problem, window_bytes: int | None = None) -> Problem:
     needed, at a time.
     """
     if problem.homes is not None:
-        window = window_bytes or default_window(problem.graph, problem.grouping)
-        return replace(problem, homes=Homes(window_bytes=window))
+        if window_bytes is None:
+            window_bytes = _window(problem.graph, problem.grouping, problem.cluster)
+        return replace(problem, homes=Homes(window_bytes=window_bytes))
     graph = untied(problem.graph)
     grouping, part_of = split(problem.graph, problem.grouping)
     units = problem.units
@@ -475,9 +476,23 @@ def with_homes(problem: Problem, window_bytes: int | None = None) -> Problem:
         else problem.forbidden,
         units=None if units is None else split(problem.graph, units)[0],
         homes=Homes(
-            window_bytes=default_window(graph, grouping) if window_bytes is None else window_bytes
+            window_bytes=_window(graph, grouping, problem.cluster)
+            if window_bytes is None
+            else window_bytes
         ),
     )
+
+
+def _window(graph: Graph, grouping: Grouping, cluster: Cluster) -> int:
+    """One and a half times what a typical group reads, but at most a quarter of an accelerator's
+    memory."""
+    beside = [
+        int(size)
+        for device, size in zip(cluster.devices, cluster.pool_bytes, strict=True)
+        if device.type != "cpu"
+    ]
+    most = min(beside) // 4 if beside else default_window(graph, grouping)
+    return max(1, min(most, default_window(graph, grouping)))
 
 
 def _homes_from_json(document: object, where: str) -> Homes | None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from placewright.graph import IntArray
 from placewright.placement import Placement
 from placewright.problem import Problem
 
@@ -141,11 +140,3 @@ def visits_to(problem: Problem, placement: Placement) -> Mapping[int, tuple[Visi
                 )
             )
     return {device: tuple(coming) for device, coming in sorted(result.items())}
-
-
-def streamed_bytes(problem: Problem, placement: Placement) -> IntArray:
-    """[D] bytes of weights that travel to each device in a step."""
-    totals = np.zeros(problem.num_devices, dtype=np.int64)
-    for device, coming in visits_to(problem, placement).items():
-        totals[device] = sum(visit.bytes for visit in coming)
-    return totals

@@ -23,7 +23,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright import chips
-from placewright.acceleration import AccelerateConfig, accelerate, compile_backend
+from placewright.acceleration import (
+    AccelerateConfig,
+    accelerate,
+    accelerate_step,
+    compile_backend,
+)
 from placewright.backends import check_here
 from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
@@ -39,7 +44,7 @@ from placewright.cluster import Cluster, chosen, with_memory
 from placewright.costs import estimate_costs
 from placewright.errors import PlacementError, SearchError
 from placewright.measurement import Outcome, Trial
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import SIMULATE, How, Machine, SearchConfig
 from placewright.session.driver import Session
 from placewright.session.result import Result
@@ -49,8 +54,8 @@ from placewright.units import parse_duration
 
 __all__ = [
     "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
-    "TorchModel", "Workload", "accelerate", "generation", "load", "load_checkpoint", "offload",
-    "place", "plan", "plan_offload",
+    "TorchModel", "Workload", "accelerate", "accelerate_step", "generation", "load",
+    "load_checkpoint", "offload", "place", "plan", "plan_offload",
 ]  # fmt: skip
 
 if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
@@ -274,7 +279,8 @@ def feeds_of(source: TorchModel, program: TorchProgram) -> dict[str, Any] | None
 def problem_of(program: TorchProgram, cluster: Cluster, level: str = "op") -> Problem:
     """The placement problem of a captured module."""
     if level == "op":
-        return make_problem(program.graph, cluster)
+        # Weights that travel are for `plan_offload`, whose modules send them ahead of time.
+        return make_problem(program.graph, cluster, ProblemConfig(homes=False))
     return Problem(
         graph=program.graph,
         grouping=program.units.group(program.graph, program.ops_of_unit),

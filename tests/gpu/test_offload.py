@@ -56,7 +56,7 @@ class Stack(torch.nn.Module):
 
 
 def plan_of(model: Stack, ways: str, slots: int = 2) -> OffloadPlan:
-    width = model.blocks[0].up.in_features  # type: ignore[union-attr]
+    width: Any = model.blocks[0].up.in_features  # type: ignore[union-attr]
     workload = Workload(calls={"all": Call(inputs=pt.Inputs((torch.zeros(4, width),)))})
     units = record(model, workload).units
     letters = dict(zip((u.path for u in units), ways, strict=True))
@@ -185,19 +185,20 @@ def test_memory_keeps_to_the_plan(link: CudaLink) -> None:
     model = Stack(depth=8, width=1024)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     gc.collect()
-    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated()
     x = torch.randn(4, 1024)
     planned = pt.plan_offload(model, x, memory={DEVICE: size // 2 + 128 * 2**20}, devices="h200")
     placed = planned.apply(model)
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated() - others
     torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
         for _ in range(5):
             placed(x)
     plan = placed.offload.plan
     assert plan.host_bytes
-    assert before <= plan.resident_bytes + plan.window_bytes + 32 * 2**20
-    assert torch.cuda.max_memory_allocated() <= plan.memory_bytes + 16 * 2**20
+    assert before <= plan.resident_bytes + plan.window_bytes + 2 * 2**20
+    # Libraries take 32 MiB for each stream that they work on, which the plan has room for.
+    assert torch.cuda.max_memory_allocated() - others <= plan.memory_bytes
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

@@ -71,12 +71,16 @@ def test_every_placement_trains_alike(
     with TorchRunner(inception, cluster, config) as runner:
         losses = []
         for devices in placements(inception, cluster.num_devices):
-            run = runner.measure(devices, train_steps=4)
+            run = runner.measure(devices, train_steps=2)
             assert run.measurement.ok, run.measurement.reason
             assert run.returned is not None
             losses.append(run.returned["loss"])
-        for other in losses[1:]:
-            assert other == pytest.approx(losses[0], rel=2e-3)
+        # The first step says that what is computed is the same, the second that the update is.
+        # Later ones say nothing: on one device, too, two runs of this model differ by tenths at the
+        # third, as sums on a GPU are in no fixed order.
+        for first, second in losses[1:]:
+            assert first == pytest.approx(losses[0][0], rel=1e-4)
+            assert second == pytest.approx(losses[0][1], rel=0.05)
 
 
 @pytest.mark.parametrize("names", [STREAMS, PARTS], ids=["streams", "parts"])

@@ -48,6 +48,28 @@ def test_unknown_types_share_buckets_by_hash_and_nothing_is_lost() -> None:
     assert (unknown.types_GV[0] != unknown.types_GV[1]).any()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_stand_before_who_reads_them(seed: int) -> None:
+    problem = random_problem(seed, homes=True)
+    seen = features(problem, vocabulary([problem]))
+    for field in dataclasses.fields(seen):
+        assert np.isfinite(getattr(seen, field.name)).all(), field.name
+    graph = Graph.from_ops(
+        "two",
+        [
+            Op(name="w0", type="parameter", outputs=(Tensor(10**9),), param_bytes=10**9),
+            Op(name="w1", type="parameter", outputs=(Tensor(10**9),), param_bytes=10**9),
+            Op(name="m0", type="mm", outputs=(Tensor(8),), flops=1e9),
+            Op(name="m1", type="mm", outputs=(Tensor(8),), flops=1e9),
+        ],
+        [Edge("w0", "m0"), Edge("w1", "m1"), Edge("m0", "m1")],
+        [(r"(\d)$", r"unit\1")],
+    )
+    posed = make_problem(graph, Cluster.load("k80x2"), ProblemConfig(homes=True))
+    names = [posed.grouping.names[g] for g in features(posed, ["mm"]).order.tolist()]
+    assert names == ["unit0/weights", "unit0", "unit1/weights", "unit1"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_all_numbers_are_finite_and_groups_are_in_topological_order(seed: int) -> None:
     problem = random_problem(seed)

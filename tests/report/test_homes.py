@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from placewright import Cluster, Edge, Graph, Op, Placement, Tensor, make_problem, place
+from placewright import (
+    Cluster,
+    Edge,
+    Graph,
+    Op,
+    Placement,
+    Tensor,
+    Workload,
+    make_problem,
+    place,
+    place_workload,
+)  # fmt: skip
 from placewright.cluster import from_document
 from placewright.problem import Problem, ProblemConfig
-from placewright.report import explain, read_run, write_report
+from placewright.report import explain, explain_workload, read_run, write_report
 from placewright.report.homes import home_lines, ranges
 from placewright.simulator import Simulator
 
@@ -56,7 +67,7 @@ def lines_of(how: str) -> list[str]:
 
 def test_ranges_of_names() -> None:
     assert ranges(["l/0", "l/1", "l/2", "head"]) == "l/0-2; head"
-    assert ranges(["l/7/mlp", "l/3/mlp", "l/4/mlp"]) == "l/3-4, 7/mlp"
+    assert ranges(["l/7/mlp", "l/3/mlp", "l/4/mlp"]) == "l/{3-4, 7}/mlp"
     assert ranges([f"{c}" for c in "abcdefgh"]) == "a; b; c; d; e; 3 others"
 
 
@@ -83,6 +94,16 @@ def test_pure_plans_do_not_speak_of_a_mix() -> None:
     assert "side by side" not in " ".join(lines_of("rrrrssss"))
     assert not [line for line in lines_of("rrrrhhhh") if line.startswith("Travel")]
     assert lines_of("rrrrrrrr")[-1] == "All weights are where they are read: nothing travels."
+
+
+def test_a_workload_in_words() -> None:
+    work = Workload.of({"decode": (posed(), 10.0), "prompt": (posed(), 1.0)})
+    result = place_workload(work, seconds=None, trials=100)
+    first, *parts = explain_workload(result)
+    assert first.lines[0].startswith("All parts together take ")
+    assert first.lines[1].endswith("ms, 10 times.")
+    assert [section.title for section in parts] == ["decode", "prompt"]
+    assert all("gpu:0" in section.lines[0] for section in parts)
 
 
 def test_a_run_is_explained_and_reported(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.processes import Child, Load, memory_kills
 from placewright.backends.timing import Timing
 from placewright.cluster import Cluster
-from placewright.errors import WorkerError
-from placewright.measurement import Measurement, Outcome
+from placewright.errors import PlacementError, WorkerError
+from placewright.measurement import Measurement
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class ProcessRunner(ABC):
                 "other processes took %.0f%% of the cores during a run: measure on an idle machine",
                 100 * (foreign_load or 0.0),
             )
-        if answer["outcome"] == "lost":
+        if answer.get("outcome") == "lost":
             answer = self._why_lost(answer, kills)
-        if answer["outcome"] == "timed out" and not answer.get("broken"):
+        if answer.get("outcome") == "timed out" and not answer.get("broken"):
             # The framework stopped the step in time, which says nothing of a device that hangs.
             silent = self._silent()
             if silent:
@@ -165,7 +165,13 @@ class ProcessRunner(ABC):
                 answer["reason"] += f"; {silent} does not answer, the processes were replaced"
         if answer.get("broken"):
             self._replace()
-        return self._run(answer, foreign_load)
+        try:
+            return self._run(answer, foreign_load)
+        except (AttributeError, KeyError, TypeError, ValueError, PlacementError) as fault:
+            # As what a process writes that runs somebody's code may be anything.
+            self._replace()
+            reason = f"the client process gave an answer that is no measurement: {fault!r:.200}"
+            return self._run({"outcome": "failed", "reason": reason}, foreign_load)
 
     def _answer(self, request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         assert self._client is not None
@@ -179,8 +185,8 @@ class ProcessRunner(ABC):
             if not full and (full := self._out_of_memory()):
                 since = time.monotonic()
             if answer is not None:
-                if full and answer["outcome"] != "out of memory":
-                    broken = answer["outcome"] == "lost"
+                if full and answer.get("outcome") != "out of memory":
+                    broken = answer.get("outcome") == "lost"
                     answer = {"outcome": "out of memory", "reason": full, "broken": broken}
                 return answer
             if time.monotonic() - since > _ANSWER_SECONDS:
@@ -209,11 +215,8 @@ class ProcessRunner(ABC):
         if returned is not None:
             returned = {name: tuple(values) for name, values in returned.items()}
         return Run(
-            measurement=Measurement(
-                outcome=Outcome(answer["outcome"]),
-                step_seconds=tuple(answer.get("step_seconds", ())),
-                peak_bytes=tuple(answer.get("peak_bytes", ())),
-                reason=self._in_our_words(answer.get("reason", "")),
+            measurement=Measurement.from_json(
+                {**answer, "reason": self._in_our_words(answer.get("reason", ""))}
             ),
             misplaced=None if misplaced is None else tuple(misplaced),
             trace=trace,
@@ -318,7 +321,7 @@ class ProcessRunner(ABC):
         self._wait(self._client, deadline, "the client process")
 
     def _wait(self, child: Child, deadline: float, what: str) -> None:
-        while child.receive(0.1) is None:
+        while (answer := child.receive(0.1)) is None:
             how = child.ended()
             words = child.last_words()
             if how:
@@ -327,6 +330,8 @@ class ProcessRunner(ABC):
                 raise _NotStarted(f"{what} did not start: {because}", taken)
             if time.monotonic() > deadline:
                 raise _NotStarted(f"{what} did not start in time: {words}", False)
+        if answer.get("broken"):
+            raise _NotStarted(f"{what} did not start: {answer['reason']}", False)
 
     def restart_client(self) -> None:
         """Starts the client anew before the next run, the devices' processes go on."""

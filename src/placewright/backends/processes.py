@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
+_MOST_ANSWER_BYTES = 1 << 30
+"""Of one answer."""
+
 _MOST_LOG_BYTES = 1 << 20
 """Of a log, read at a time."""
 
@@ -121,10 +124,21 @@ class Child:
             if not part:
                 return None
             self._pending += part
+            if len(self._pending) > _MOST_ANSWER_BYTES:
+                return self._no_answer(self._pending)
         line, _, self._pending = self._pending.partition(b"\n")
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return self._no_answer(line)
+        return answer if isinstance(answer, dict) else self._no_answer(line)
+
+    def _no_answer(self, line: bytes) -> dict[str, Any]:
+        """In place of what a process should never write; it is of no use any more."""
+        self._pending = b""
+        shown = line[:60].decode(errors="replace")
+        reason = f"process {self.name!r} gave an answer that is none: {shown!r}"
+        return {"outcome": "failed", "reason": reason, "broken": True}
 
     def ended(self) -> str:
         """How it ended, or nothing while it runs."""

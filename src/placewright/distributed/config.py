@@ -26,7 +26,8 @@ class TeamConfig:
     started here and stopped at the end."""
     resources: Mapping[str, float] | None = None
     """What each worker needs of the machine Ray puts it on, such as GPU=4; by default one CPU to
-    simulate, all devices of the cluster to measure. No two workers get the same."""
+    simulate, all devices of the cluster to measure. No two workers get the same; CPU=2 gives
+    each that measures two cores of its own."""
     trial_seconds: float = 300.0
     """A worker that takes longer for a trial is replaced."""
     max_staleness: int | None = None
@@ -63,7 +64,8 @@ class TeamConfig:
             return dict(self.resources)
         if not measure:
             return {"CPU": 1.0}
-        gpus = sum(device.type == "gpu" for device in cluster.devices)
+        # Streams and partitions of one GPU are one that Ray knows of.
+        gpus = len({device.chip for device in cluster.devices if device.type == "gpu"})
         return {"GPU": float(gpus)} if gpus else {"CPU": float(usable_cores())}
 
 

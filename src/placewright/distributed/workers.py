@@ -17,6 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from placewright.backends.base import Run
 from placewright.distributed import watch
 from placewright.distributed.config import TeamConfig
+from placewright.distributed.cores import take_cores
 from placewright.distributed.session import machines_for
 from placewright.errors import WorkerError
 from placewright.evaluators.base import Evaluator, Request
@@ -38,7 +39,9 @@ MakeEvaluator = Callable[[], Evaluator]
 class Worker:
     """Runs in a process of its own, where Ray finds the resources it needs."""
 
-    def __init__(self, make_evaluator: MakeEvaluator) -> None:
+    def __init__(self, make_evaluator: MakeEvaluator, cores: int = 0) -> None:
+        """`cores`: how many it is to have for itself; 0 for those that all have."""
+        take_cores(cores)
         self._evaluator = make_evaluator()
 
     def ready(self) -> None:
@@ -90,6 +93,7 @@ class Workers(Evaluator):
             resources=custom,
             max_restarts=0,
         )
+        self._cores = 0 if cheap else int(resources.get("CPU", 0.0))
         self._trial_seconds = config.trial_seconds
         self._slots = [_Slot(n, n // config.workers) for n in range(config.all_workers)]
         groups = range(max(config.controllers, 1))
@@ -195,7 +199,7 @@ class Workers(Evaluator):
     def _start(self, slot: _Slot) -> None:
         slot.starts += 1
         slot.starting, slot.task = True, []
-        slot.actor = self._actor.remote(self._make_evaluator)
+        slot.actor = self._actor.remote(self._make_evaluator, self._cores)
         slot.ref = slot.actor.ready.remote()
         slot.since = time.monotonic()
 

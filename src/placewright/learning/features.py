@@ -1,8 +1,9 @@
 """What the policy sees of a problem: one row of numbers for each group, one for each device.
 
-Groups are in topological order (by their first op), which is the order the policy reads and places
-them in; `order` leads back to the problem's own numbers. Everything is relative to the problem
-(its total work, its devices' memory), so that numbers of one graph mean the same on another.
+Groups are in topological order (by their first op; weights with homes of their own by their first
+reader), which is the order the policy reads and places them in; `order` leads back to the problem's
+own numbers. Everything is relative to the problem (its total work, its devices' memory), so that
+numbers of one graph mean the same on another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from placewright.graph import BoolArray, FloatArray, IndexArray
+from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.grouping import edges_between
 from placewright.placers.memory import group_bytes
 from placewright.problem import Problem
@@ -76,11 +77,8 @@ def vocabulary(problems: Sequence[Problem]) -> tuple[str, ...]:
 
 def features(problem: Problem, types: Sequence[str]) -> Features:
     """The features of a problem for a policy whose vocabulary is `types`."""
-    graph, group_of = problem.graph, problem.grouping.group_of
     groups = problem.num_groups
-    first = np.full(groups, graph.num_ops)
-    np.minimum.at(first, group_of, np.arange(graph.num_ops))
-    order = np.argsort(first, kind="stable").astype(np.int32)
+    order = np.argsort(_turns(problem), kind="stable").astype(np.int32)
     position = np.empty(groups, dtype=np.int64)
     position[order] = np.arange(groups)
 
@@ -115,6 +113,21 @@ def features(problem: Problem, types: Sequence[str]) -> Features:
         memory_GD=(memory[:, None] / capacity[None, :]).astype(np.float32),
         allowed_GD=problem.allowed[order],
     )
+
+
+def _turns(problem: Problem) -> IntArray:
+    """[G] by which groups are ordered: their first op; for weights that may be elsewhere, right
+    before the first op that reads them, as the two decisions hang together."""
+    graph, group_of = problem.graph, problem.grouping.group_of
+    first = np.full(problem.num_groups, 2 * graph.num_ops)
+    np.minimum.at(first, group_of, 2 * np.arange(graph.num_ops) + 1)
+    visits = problem.visits
+    if visits is not None and len(visits):
+        homes = np.unique(group_of[visits.owner])
+        read = np.full(problem.num_groups, 2 * graph.num_ops)
+        np.minimum.at(read, group_of[visits.owner], 2 * visits.first.astype(np.int64))
+        first[homes] = read[homes]
+    return first
 
 
 def _types(problem: Problem, position: npt.NDArray[np.int64], types: Sequence[str]) -> FloatArray:

@@ -8,8 +8,10 @@ from pathlib import Path
 from placewright.budget import Budget
 from placewright.errors import ReportError
 from placewright.files import write_text
+from placewright.report.homes import explain_workload
 from placewright.report.run import Run, read_run, read_runs
-from placewright.report.words import Section, explain
+from placewright.report.sections import Section
+from placewright.report.words import explain
 
 __all__ = [
     "WHAT_IF_SECONDS",
@@ -17,6 +19,7 @@ __all__ = [
     "Run",
     "Section",
     "explain",
+    "explain_workload",
     "read_run",
     "write_report",
 ]

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from placewright.placement import Placement
+from placewright.report.sections import Section
+from placewright.session.workload import WorkloadResult
 from placewright.simulator import Simulator, Timeline
 from placewright.simulator.bounds import LowerBounds, lower_bounds
 from placewright.stays import How, Stay, stays
@@ -19,7 +21,7 @@ _MOST_NAMES = 6
 
 
 def ranges(names: Sequence[str]) -> str:
-    """`layers/0-17 and 20, head`: names that differ in their last number are one."""
+    """`layers/0-17, 20; head`: names that differ in their last number are one."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         match = _NUMBER.search(name)
@@ -33,8 +35,10 @@ def ranges(names: Sequence[str]) -> str:
                 parts[-1][1] = number
             else:
                 parts.append([number, number])
-        texts = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
-        shown.append(family.replace("*", ", ".join(texts), 1) if texts else family)
+        texts = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+        if "," in texts and not family.endswith("*"):
+            texts = f"{{{texts}}}"
+        shown.append(family.replace("*", texts, 1) if texts else family)
     if len(shown) > _MOST_NAMES:
         shown[_MOST_NAMES - 1 :] = [f"{len(shown) - _MOST_NAMES + 1} others"]
     return "; ".join(shown)
@@ -124,6 +128,24 @@ def _because(timeline: Timeline, every: Sequence[Stay]) -> list[str]:
     if np.isfinite(bounds.stream_seconds) and bounds.stream_seconds > 0:
         lines.append(floor_line(bounds, step))
     return lines
+
+
+def explain_workload(result: WorkloadResult) -> list[Section]:
+    """What `place_workload` found: what each part takes, and what becomes of the weights in it."""
+    total, floor = result.total_seconds, result.floor_seconds
+    lines = [
+        f"All parts together take {format_seconds(total)}; no placement can take less than "
+        f"{format_seconds(floor)} ({floor / total:.0%} of that).",
+        *(
+            f"{part.name}: {format_seconds(result.seconds[part.name])}, {part.weight:g} times."
+            for part in result.workload.parts
+        ),
+    ]
+    sections = [Section("The workload", tuple(lines))]
+    for part in result.workload.parts:
+        timeline = Simulator(part.problem, threads=1).timeline(result.placements[part.name])
+        sections.append(Section(part.name, tuple(home_lines(timeline))))
+    return sections
 
 
 def floor_line(bounds: LowerBounds, step: float) -> str:

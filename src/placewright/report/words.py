@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +13,10 @@ from placewright.measurement import Outcome
 from placewright.report import analysis
 from placewright.report.homes import home_lines
 from placewright.report.run import Run
+from placewright.report.sections import Section
 from placewright.simulator import StepRange, Timeline
 from placewright.simulator.makeup import described, range_line
 from placewright.units import format_bytes, format_seconds
-
-
-class Section(NamedTuple):
-    title: str
-    lines: tuple[str, ...]
 
 
 def listed(items: Sequence[str]) -> str:

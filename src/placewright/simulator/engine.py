@@ -9,17 +9,19 @@ op that makes it to the end of the last that uses it.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from placewright.errors import CostsError, PlacementError
-from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
+from placewright.graph import BoolArray, FloatArray, Graph, IndexArray, IntArray
+from placewright.homes import Visits
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.simulator.flow import Flow
@@ -76,8 +78,9 @@ class Simulator:
     def __init__(self, problem: Problem, *, threads: int | None = None) -> None:
         self.problem = problem
         self.threads = threads or int(cast(Any, numba).config.NUMBA_NUM_THREADS)
-        self.flow = Flow.of(problem.graph, problem.visits)
-        self._tables = _tables(problem, self.flow)
+        of_graph = _of_graph(problem)
+        self.flow = of_graph.flow
+        self._tables = _tables(problem, of_graph)
         self._issuing = _issuing(problem)
         self._chips = _chips(problem)
         self._streams = _streams(problem, self.flow)
@@ -173,6 +176,7 @@ class Simulator:
             self._issuing, self._chips, streams,
         )  # fmt: skip
         sent, changes = log.counts
+        hops = (len(log.use_end), len(self._tables.routes) // len(self._tables.latency))
         stretched = _stretching(log, self._tables)
         op_end = stretched(log.op_end)
         recording = Recording(
@@ -193,6 +197,8 @@ class Simulator:
             transfer_free=stretched(log.use_free[log.sent[:sent]]),
             transfer_end=stretched(log.use_end[log.sent[:sent]]),
             transfer_cause=log.use_cause[log.sent[:sent]],
+            hop_start=stretched(log.hop_start.reshape(hops)[log.sent[:sent]]),
+            hop_free=stretched(log.hop_free.reshape(hops)[log.sent[:sent]]),
             change_seconds=stretched(log.change_seconds[:changes]),
             change_device=log.change_device[:changes],
             change_buffer=log.change_buffer[:changes],
@@ -342,6 +348,11 @@ class Recording:
     """[M] what let the weight of a visit start: op i, whose end made room for it, as i; the
     transfer for use u before it as N + u; nothing, with the step, as -1. -1 for all that is no
     visit."""
+    hop_start: FloatArray
+    """[M, hops] of transfers that are relayed, when each begins to occupy each link of its way; NaN
+    where it does not."""
+    hop_free: FloatArray
+    """[M, hops] when that is free again."""
     change_seconds: FloatArray
     """[L]"""
     change_device: IndexArray
@@ -350,8 +361,34 @@ class Recording:
     """[L] negative where memory is freed."""
 
 
-def _tables(problem: Problem, flow: Flow) -> Tables:
-    graph, cluster = problem.graph, problem.cluster
+class _OfGraph(NamedTuple):
+    """The tables that are the same whatever ops cost and wherever they run."""
+
+    flow: Flow
+    waits_for: IntArray
+    ops: npt.NDArray[Any]
+    uses: npt.NDArray[Any]
+    use_bytes: FloatArray
+    buffers: npt.NDArray[Any]
+    own: npt.NDArray[Any]
+    released: npt.NDArray[Any]
+
+
+_known: weakref.WeakKeyDictionary[Graph, _OfGraph] = weakref.WeakKeyDictionary()
+
+
+def _of_graph(problem: Problem) -> _OfGraph:
+    """Made once for each graph without homes: fitting costs makes a thousand simulators of one."""
+    if problem.visits is not None:
+        return _make_of_graph(problem.graph, problem.visits)
+    found = _known.get(problem.graph)
+    if found is None:
+        found = _known[problem.graph] = _make_of_graph(problem.graph, None)
+    return found
+
+
+def _make_of_graph(graph: Graph, visits: Visits | None) -> _OfGraph:
+    flow = Flow.of(graph, visits)
     nothing = len(flow.buffer_tensor)
     use_buffer = np.where(flow.use_buffer < 0, nothing, flow.use_buffer).astype(np.int64)
 
@@ -384,7 +421,22 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
     buffers["op"] = graph.num_ops
     differs = np.flatnonzero(flow.home_bytes != flow.copy_bytes)
     buffers["op"][differs] = flow.buffer_op[differs]
+    # No array is written to again: simulators of several threads share them.
+    return _OfGraph(
+        flow=flow,
+        waits_for=waits_for,
+        ops=ops,
+        uses=uses,
+        use_bytes=use_bytes,
+        buffers=buffers,
+        own=(own % scale).astype(UINT),
+        released=(released % scale).astype(UINT),
+    )
 
+
+def _tables(problem: Problem, of_graph: _OfGraph) -> Tables:
+    graph, cluster = problem.graph, problem.cluster
+    waits_for = of_graph.waits_for
     slots = [device.kind.slots for device in cluster.devices]
     owners = np.flatnonzero(graph.resident_bytes)
     # All copies: numba would compile the kernel again for arrays that are read-only.
@@ -394,12 +446,12 @@ def _tables(problem: Problem, flow: Flow) -> Tables:
         seconds=_by_kind(problem, problem.busy_seconds),
         kind_of=cluster.kind_of_device.astype(UINT),
         waits_for=waits_for.astype(UINT),
-        ops=ops,
-        uses=uses,
-        use_bytes=use_bytes,
-        buffers=buffers,
-        own=(own % scale).astype(UINT),
-        released=(released % scale).astype(UINT),
+        ops=of_graph.ops,
+        uses=of_graph.uses,
+        use_bytes=of_graph.use_bytes,
+        buffers=of_graph.buffers,
+        own=of_graph.own,
+        released=of_graph.released,
         owners=owners.astype(UINT),
         resident_bytes=graph.resident_bytes[owners],
         sources=np.flatnonzero(waits_for == 0).astype(UINT),

@@ -342,6 +342,11 @@ class Log(NamedTuple):
     use_free: FloatArray
     use_end: FloatArray
     use_cause: IntArray
+    hop_start: FloatArray
+    """[uses * hops] when a transfer that is relayed begins to occupy each link; NaN where it does
+    not, as the tensor was there already."""
+    hop_free: FloatArray
+    """[uses * hops] when the link is free again."""
     change_seconds: FloatArray
     change_device: IndexArray
     change_buffer: IndexArray
@@ -359,6 +364,7 @@ class Log(NamedTuple):
         changes = 2 * (len(tables.own) + uses)  # whatever can allocate, and as many frees
         if streams is not None:
             uses += 1 + len(streams.left)
+        hops = len(tables.routes) // len(tables.latency)
         return Log(
             op_ready=np.zeros(ops),
             op_start=np.zeros(ops),
@@ -375,6 +381,8 @@ class Log(NamedTuple):
             use_free=np.zeros(uses),
             use_end=np.zeros(uses),
             use_cause=np.full(uses, -1, dtype=np.int64),
+            hop_start=np.full(uses * hops, np.nan),
+            hop_free=np.full(uses * hops, np.nan),
             change_seconds=np.zeros(changes),
             change_device=np.zeros(changes, dtype=np.int32),
             change_buffer=np.zeros(changes, dtype=np.int32),
@@ -852,6 +860,9 @@ def simulate(
                             begin = max(end, free_at[channel])
                             free_at[channel] = begin + chips.hop_gap[hop] + moving
                             end = begin + chips.hop_latency[hop] + moving
+                            if log is not None:
+                                log.hop_start[use * hops + j] = begin
+                                log.hop_free[use * hops + j] = free_at[channel]
                             if j == 0:
                                 stored_first[memory_there] = first
                                 stored_at[memory_there] = end
@@ -1110,6 +1121,7 @@ def _send_next(
 
     entries, free_at, head_end = scratch.entries, scratch.free_at, scratch.head_end
     hops = UINT(tables.routes.size // tables.latency.size)
+    item = UINT(tables.uses.size + 1 + visit * num_devices + target)
     home = UINT(memory.state[streams.owner[visit]].device)
     route = home * num_devices + UINT(target)
     start, channel = now, tables.routes[route * hops]
@@ -1123,6 +1135,9 @@ def _send_next(
             begin = max(end, free_at[channel])
             free_at[channel] = begin + chips.hop_gap[hop] + moving
             end = begin + chips.hop_latency[hop] + moving
+            if log is not None:
+                log.hop_start[item * hops + UINT(j)] = begin
+                log.hop_free[item * hops + UINT(j)] = free_at[channel]
         freed = free_at[channel]
     else:
         for j in range(hops):
@@ -1135,7 +1150,6 @@ def _send_next(
     idle = head_end[channel] == np.inf
     if not idle:
         end = max(end, entries[scratch.tail[channel]].end)
-    item = UINT(tables.uses.size + 1 + visit * num_devices + target)
     if log is not None:
         log.sent[log.counts[0]] = item
         log.counts[0] += 1

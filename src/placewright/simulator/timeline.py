@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -86,6 +87,11 @@ class Transfers:
     it, when the last was."""
     end: FloatArray
     """[M] when it arrived."""
+    hop_start: FloatArray
+    """[M, hops] when one that links relay began to occupy each of them; NaN where it did not, as
+    for links before which it was there already."""
+    hop_free: FloatArray
+    """[M, hops] when that was free again."""
     visit: IndexArray
     """[M] of a weight that travels from its home, which of the problem's visits that is; -1 for all
     else."""
@@ -253,20 +259,14 @@ class Timeline:
         return events
 
     def _occupied(self, i: int) -> list[tuple[int, float, float]]:
-        """Channels that a transfer occupies, from when until when. Of one that is relayed only the
-        first and the last are known."""
+        """Channels that a transfer occupies, from when until when."""
         sent, routes = self.transfers, self.problem.cluster.routes
         source, target = int(sent.source[i]), int(sent.target[i])
         channels = route_channels(self.problem, source, target)
-        start, free = float(sent.start[i]), float(sent.free[i])
         if not routes.relayed[source, target]:
-            return [(channel, start, free) for channel in channels]
-        first = routes.offsets[source * self.problem.num_devices + target]
-        took = [
-            float(routes.hop_gap_seconds[hop] + sent.bytes[i] * routes.hop_seconds_per_byte[hop])
-            for hop in (first, first + len(channels) - 1)
-        ]
-        return [(channels[0], start, start + took[0]), (channels[-1], free - took[1], free)]
+            return [(channel, float(sent.start[i]), float(sent.free[i])) for channel in channels]
+        hops = zip(channels, sent.hop_start[i].tolist(), sent.hop_free[i].tolist(), strict=False)
+        return [hop for hop in hops if not math.isnan(hop[1])]
 
 
 def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
@@ -319,6 +319,8 @@ def build_timeline(
         start=frozen(recording.transfer_start),
         free=frozen(recording.transfer_free),
         end=frozen(recording.transfer_end),
+        hop_start=frozen(recording.hop_start),
+        hop_free=frozen(recording.hop_free),
         visit=frozen(np.where(streamed, visit, -1).astype(np.int32)),
     )
     curves, live = _memory(problem, flow, op_device, recording)

@@ -478,6 +478,28 @@ def test_the_blocks_of_transformers_stay_whole_and_accelerate_runs_the_map(tmp_p
         assert torch.allclose(dispatched(**ids).logits, wanted, atol=1e-5)
 
 
+def test_sums_of_gradients_belong_to_their_parameter() -> None:
+    """A weight that is used in several steps: autograd adds up its gradients one after another."""
+
+    class Steps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = torch.tanh(self.cell(x)) + x
+            return x
+
+    graph = program_of(Steps(), torch.randn(2, 4), train=True, loss_fn=torch.sum).graph
+    sums = [name for name in graph.op_names if name.startswith("cell/weight/grad/add")]
+    assert len(sums) == 3
+    ops = [graph.op_names.index(name) for name in sums]
+    assert {graph.op_types[op] for op in ops} == {"add"}
+    of_bias = [name for name in graph.op_names if name.startswith("cell/bias/grad/add")]
+    assert len(of_bias) == 3
+
+
 def test_a_plan_imports_nothing_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

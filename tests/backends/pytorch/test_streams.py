@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import random
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import placewright.torch
 from placewright import acceleration
 from placewright.acceleration import AccelerateConfig, accelerated
+from placewright.backends.pytorch.exporting import Inputs, Task
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.streams import kernels, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
@@ -32,6 +34,7 @@ from placewright.backends.pytorch.streams.issue import Run, issue
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.schedule import Schedule, Work
+from placewright.backends.pytorch.streams.training import split_gradients, trace_step
 from placewright.backends.pytorch.streams.tuning import Tuner, distance, untuned
 from placewright.errors import ClusterError, PlacementError, SearchError
 
@@ -798,3 +801,92 @@ def test_the_tuner_drops_what_fails() -> None:
     with torch.no_grad():
         tuned = Tuner(device=Broken()).tune(low.grouped, low.given, Fusion.FOLDED)
     assert "product" in tuned.names
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def loss_of_branches(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("fusion", [Fusion.NONE, Fusion.FOLDED])
+def test_a_training_step_leaves_the_gradients_of_autograd(fusion: Fusion) -> None:
+    model = Branches()
+    other = copy.deepcopy(model)
+    x, y = torch.randn(4, 3, 12, 12), torch.randint(0, 5, (4,))
+    task = Task(train=True, loss_fn=loss_of_branches, targets=y)
+    config = AccelerateConfig(method="list", rounds=2, copy_outputs=False, fusion=fusion)
+    step = acceleration.train_step(model, Fake(), config, task, Inputs.of(x))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, other)]
+    for _ in range(3):
+        x, y = torch.randn_like(x), torch.randint(0, 5, (4,))
+        loss = step(x, targets=y)
+        wanted = loss_of_branches(other(x), y)
+        optimizers[1].zero_grad()
+        wanted.backward()
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            assert_close(a.grad, b.grad, 1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+        for c, d in zip(model.buffers(), other.buffers(), strict=True):
+            assert_close(c, d, 1e-5)
+    assert step.fast.plans[0].chosen == "streams"
+    assert "streams" in step.verdict
+
+
+def test_gradients_of_weights_run_beside_the_backward_chain() -> None:
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4)))
+    x = torch.randn(2, 4, 8, 8)
+    task = Task(train=True, loss_fn=lambda y: y.square().mean())
+    traced = trace_step(model, (x,), {}, task)
+    net = traced.net
+    before = untuned(group(net.copy(), Fusion.NONE)).work(group(net.copy(), Fusion.NONE))
+    split = net.copy()
+    assert split_gradients(split) == 3  # the first one's input needs none
+    grouped = group(split, Fusion.NONE)
+    after = untuned(grouped).work(grouped)
+    assert len(after.seconds) == len(before.seconds) + 3
+    assert after.critical_seconds <= before.critical_seconds
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Weighted(ByData):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.weight)
+
+    model, x = Weighted(), torch.ones(4)
+    task = Task(train=True, loss_fn=lambda y: y.sum())
+    step = acceleration.train_step(model, Fake(), AccelerateConfig(), task, Inputs.of(x))
+    with caplog.at_level(logging.WARNING):
+        assert step(x).item() == 8
+        assert step(-x).item() == -8
+    assert torch.equal(model.weight.grad, -torch.ones(4))  # type: ignore[arg-type]
+    said = [r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_what_rounds_otherwise_is_as_exact() -> None:
+    """Far from the module's outputs in float16, and as near to the exact ones: it is right."""
+
+    class Sharp(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x + 1000) - 1000) * 3  # what is left has lost most of its digits
+
+    model, x = Sharp(), torch.randn(64).half()
+    device = Fake()
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        device.clock = 1e-9
+        return x * 3
+
+    fast = fake(model, device, candidates={"other": other, "wrong": lambda x: other(x) * 0})
+    with torch.no_grad():
+        fast(x)
+    assert fast.plans[0].chosen == "other"
+    assert [note for note in fast.plans[0].notes if note.startswith("wrong: is off")]

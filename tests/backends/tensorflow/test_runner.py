@@ -33,6 +33,7 @@ from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.measurement import Outcome, half_width
 from placewright.problem import ProblemConfig, make_problem
 from placewright.testing import check_backend, check_evaluator, check_runner, sample_placements
+from tests.memory_groups import memory_group
 from tests.towers import small, towers, towers_graph
 
 CPU2 = Cluster.load("cpu2")
@@ -530,27 +531,16 @@ def test_without_its_counting_allocator_memory_cannot_be_limited(
         assert runner.pids == ()
 
 
-@pytest.fixture
-def crowded() -> Iterator[Path]:
-    """A group of processes that the system gives half a GiB of memory."""
-    group = Path("/sys/fs/cgroup/memory") / f"placewright-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(1 << 29))
-    except OSError as fault:
-        pytest.skip(f"this system allows no memory group: {fault}")
-    yield group
-    assert wait_for(lambda: not (group / "cgroup.procs").read_text())
-    group.rmdir()
-
-
-def test_a_device_that_the_system_kills_for_memory(crowded: Path) -> None:
+def test_a_device_that_the_system_kills_for_memory() -> None:
     def build() -> None:
         tf.reduce_sum(tf.random.normal([200_000, 1000]), name="sum")
 
-    with TensorFlowRunner(small(build, ["sum:0"]), CPU2, RunConfig(steps=3)) as runner:
+    with (
+        memory_group(1 << 29) as members,
+        TensorFlowRunner(small(build, ["sum:0"]), CPU2, RunConfig(steps=3)) as runner,
+    ):
         runner.start()
-        (crowded / "cgroup.procs").write_text(str(runner.pids[1]))
+        members.write_text(str(runner.pids[1]))
         full = runner.measure(runs_on(runner.program, 1)).measurement
         assert full.outcome is Outcome.OUT_OF_MEMORY, full
         assert "device cpu:1 was killed by signal 9 (SIGKILL): the system ran out" in full.reason
@@ -709,7 +699,8 @@ def test_nothing_outlives_the_parent(
         from placewright.cluster import Cluster
         from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
         from placewright.backends.tensorflow.runner import TensorFlowRunner
-        from tests.towers import towers
+        from tests.memory_groups import memory_group
+from tests.towers import towers
 
         # A shell that starts the tests in the background has it ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)

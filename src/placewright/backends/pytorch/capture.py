@@ -116,7 +116,14 @@ class _Conversion:
         self._repeated = {
             module_path(node) for node in self._unions.nodes.values() if _ORDINAL.search(_key(node))
         }
-        self._origin = _origins(self._nodes, self._unions.nodes)
+        numbers = _by_number(self._nodes, self._unions.nodes)
+        sums = _sums_of_gradients(self._nodes, numbers)
+        self._sum_for = {
+            node: name
+            for name, gradient in self._parameter_gradients().items()
+            for node in _summed_into(gradient, sums)
+        }
+        self._origin = _origins(self._nodes, self._unions.nodes, numbers, sums, self._sum_for)
         self._first: dict[str, str] = {}
         """Exported node -> the first op that became of it."""
         self._names: set[str] = set()
@@ -269,7 +276,11 @@ class _Conversion:
         view = all(owner is not None or v is None for owner, v in zip(shares, outputs, strict=True))
         backward = node.meta.get("partitioner_tag") == "is_backward"
         origin = self._origin.get(node)
-        name = self._unique(self._path(node, origin, backward))
+        parameter = self._sum_for.get(node)
+        if parameter is None:
+            name = self._unique(self._path(node, origin, backward))
+        else:  # named after it, as its update is: so it is grouped with it
+            name = self._unique(f"{parameter.replace('.', '/')}/grad/{node.name}")
         forward = self._first.get(origin) if origin and backward else None
         if origin and origin not in self._first:
             self._first[origin] = name
@@ -348,13 +359,17 @@ class _Conversion:
             parts.edges += [Edge(of, update, 0) for of in (owner, *slots)]
 
     def _gradients(self) -> dict[str, Node]:
-        """Parameter -> the node of its gradient."""
+        """Parameter -> the node of its gradient, of those that are computed."""
+        found = self._parameter_gradients()
+        return {name: node for name, node in found.items() if node in self._parts.source}
+
+    def _parameter_gradients(self) -> dict[str, Node]:
         graph = self._joint.graph
         values = pytree.tree_leaves(graph.output_node().args[0])
         result = {}
         for value, described in zip(values, _output_descriptions(graph), strict=False):
             target = getattr(getattr(described, "grad_of", None), "target", None)
-            if target is None or value not in self._parts.source:
+            if target is None or not isinstance(value, Node):
                 continue
             name = str(target).removeprefix(f"{MODEL}.")
             result[self._exported.tied.get(name, name)] = value
@@ -524,44 +539,91 @@ def _is_elementwise(node: Node) -> bool:
     return torch.Tag.pointwise in target.tags or op_name(target) in ("dropout", "native_dropout")
 
 
-def _origins(nodes: Sequence[Node], exported: Mapping[str, Node]) -> dict[Node, str]:
-    """Node of the joint graph -> the exported node that it, or what it is the gradient of, was.
-
-    Forward nodes say so themselves. Autograd numbers its functions, and gives a gradient the number
-    of its forward op; the first forward node that has a number is the one that made the function.
-    """
-    origins: dict[Node, str] = {}
+def _by_number(nodes: Sequence[Node], exported: Mapping[str, Node]) -> dict[int, str]:
+    """Autograd numbers its functions, and gives a gradient the number of its forward op: number ->
+    the exported node. The first forward node that has a number is the one that made the
+    function."""
     by_number: dict[int, str] = {}
     for node in nodes:
-        trail = node.meta.get("from_node")
-        if node.op == "call_function" and trail and trail[-1].name in exported:
-            origins[node] = trail[-1].name
-            number = node.meta.get("seq_nr")
-            if number is not None:
-                by_number.setdefault(number, trail[-1].name)
-    waiting = [node for node in nodes if node.op == "call_function" and node not in origins]
+        number, origin = node.meta.get("seq_nr"), _forward_origin(node, exported)
+        if origin is not None and number is not None:
+            by_number.setdefault(number, origin)
+    return by_number
+
+
+def _forward_origin(node: Node, exported: Mapping[str, Node]) -> str | None:
+    """The exported node that a forward node was; forward nodes say so themselves."""
+    trail = node.meta.get("from_node")
+    if node.op == "call_function" and trail and trail[-1].name in exported:
+        return str(trail[-1].name)
+    return None
+
+
+def _origins(
+    nodes: Sequence[Node],
+    exported: Mapping[str, Node],
+    by_number: Mapping[int, str],
+    sums: Container[Node],
+    of_parameters: Container[Node],
+) -> dict[Node, str]:
+    """Node of the joint graph -> the exported node that it, or what it is the gradient of, was.
+
+    `of_parameters` have none: sums that become the gradient of a parameter belong to that.
+    """
+    origins = {
+        node: origin for node in nodes if (origin := _forward_origin(node, exported)) is not None
+    }
+    waiting = [
+        node
+        for node in nodes
+        if node.op == "call_function" and node not in origins and node not in of_parameters
+    ]
     for node in reversed(waiting):
-        origin = by_number.get(node.meta.get("seq_nr", -1))
+        found = by_number.get(node.meta.get("seq_nr", -1))
         # A sum of gradients has no forward op, and the number of an unrelated one: it is with who
         # takes it.
-        if origin is None or _is_sum_of_gradients(node, origin, by_number):
-            origin = next((origins[user] for user in node.users if user in origins), None)
-        if origin is not None:
-            origins[node] = origin
+        if found is None or node in sums:
+            found = next((origins[user] for user in node.users if user in origins), None)
+        if found is not None:
+            origins[node] = found
     for node in waiting:
         if node not in origins:
-            origin = next((origins[n] for n in node.all_input_nodes if n in origins), None)
-            if origin is not None:
-                origins[node] = origin
+            found = next((origins[n] for n in node.all_input_nodes if n in origins), None)
+            if found is not None:
+                origins[node] = found
     return origins
 
 
-def _is_sum_of_gradients(node: Node, origin: str, by_number: Mapping[int, str]) -> bool:
-    if node.target is not torch.ops.aten.add.Tensor:
-        return False
-    numbers = [n.meta.get("seq_nr", -1) for n in node.all_input_nodes]
-    backward = all(n.meta.get("partitioner_tag") == "is_backward" for n in node.all_input_nodes)
-    return backward and all(by_number.get(number) != origin for number in numbers)
+def _sums_of_gradients(nodes: Sequence[Node], by_number: Mapping[int, str]) -> set[Node]:
+    """The additions that autograd makes where a tensor was used several times, one after another
+    for each further use. An addition in the gradient of one op has a summand of that op."""
+    sums: set[Node] = set()
+    for node in nodes:
+        if node.target is not torch.ops.aten.add.Tensor or not _is_backward(node):
+            continue
+        origin = by_number.get(node.meta.get("seq_nr", -1))
+        if all(
+            _is_backward(n) and (n in sums or by_number.get(n.meta.get("seq_nr", -1)) != origin)
+            for n in node.all_input_nodes
+        ):
+            sums.add(node)
+    return sums
+
+
+def _is_backward(node: Node) -> bool:
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
+def _summed_into(gradient: Node, sums: Container[Node]) -> list[Node]:
+    """The sums that a gradient is the last of; none where it is none."""
+    found: dict[Node, None] = {}
+    waiting = [gradient]
+    while waiting:
+        node = waiting.pop()
+        if node in sums and node not in found:
+            found[node] = None
+            waiting += node.all_input_nodes
+    return list(found)
 
 
 _ORDINAL = re.compile(r"@(\d+)")

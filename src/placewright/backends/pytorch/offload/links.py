@@ -8,6 +8,7 @@ written against `Link` and runs on either.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import mmap
 import queue
@@ -107,7 +108,6 @@ class CudaLink(Link):
             self._copies = _cuda.Stream(self.device)
         self._mailbox = _Mailbox(self.device)
         self._pool: Any = None
-        self._capturing: Any = None
         self._timers: list[tuple[Any, Any, Callable[[float], None]]] = []
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -172,9 +172,7 @@ class CudaLink(Link):
         graph = _cuda.CUDAGraph()
         if self._pool is None:
             self._pool = _cuda.graph_pool_handle()
-            # One for all: libraries take memory for each stream that they work on.
-            self._capturing = _cuda.Stream(self.device)
-        stream = self._capturing
+        stream = _capturing(self.device)
         _cuda.synchronize(self.device)
         with _cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -193,6 +191,12 @@ class CudaLink(Link):
         yield
         ended.record(_cuda.current_stream(self.device))
         self._timers.append((begun, ended, into))
+
+
+@functools.cache
+def _capturing(device: torch.device) -> Any:
+    # One for all captures: libraries take memory for each stream that they work on.
+    return _cuda.Stream(device)
 
 
 class _Pages(mmap.mmap):

@@ -24,6 +24,7 @@ from placewright.backends.pytorch.modules import unit_of
 from placewright.backends.pytorch.offload.activations import (
     Exchange,
     cache_addresses,
+    cache_layers,
     layer_numbers,
     move_caches,
 )
@@ -31,6 +32,7 @@ from placewright.backends.pytorch.offload.graphs import Graphs
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import Link, open_link
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, UnitPlan
+from placewright.backends.pytorch.offload.products import HostProducts
 from placewright.backends.pytorch.offload.values import tensors_in
 from placewright.backends.pytorch.offload.window import Route, Window, arrange
 from placewright.errors import PlacementError
@@ -77,6 +79,7 @@ class Offloaded:
         self.graphs = Graphs(link)
         self.captures = True
         """Whether units are captured as graphs."""
+        self.products = HostProducts()
         self._exchange = Exchange(link)
         self._blocks = Blocks(link)
         self.units = _units(model, plan)
@@ -251,13 +254,22 @@ class Offloaded:
         if unit.layers:
             move_caches((args, kwargs), unit.layers, _CPU)
         begun = time.perf_counter()
-        result = forward(*args, **kwargs)
+        with self.products.active(rows_of(args, kwargs), self._cached(unit, (args, kwargs))):
+            result = forward(*args, **kwargs)
         if self._timings is not None:
             self._timings.unit_seconds[unit.path].append(time.perf_counter() - begun)
         if "host" not in unit.checked:
             self._check(unit, {n: unit.home.value(n) for n in unit.home.tensors}, None)
             unit.checked.add("host")
         return self._exchange.to_device(result)
+
+    def _cached(self, unit: _Unit, given: Any) -> int:
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer in cache_layers(given, unit.layers)
+            for tensor in vars(layer).values()
+            if isinstance(tensor, torch.Tensor)
+        )
 
     def _check(
         self, unit: _Unit, views: Mapping[str, torch.Tensor], versions: list[int] | None
@@ -335,6 +347,7 @@ def offload(model: torch.nn.Module, plan: OffloadPlan, link: Link | None = None)
     for unit in offloaded.units.values():
         if unit.module is not None:
             unit.module = modules[unit.path]
+            offloaded.products.serve(unit.module)
             _wrap(unit.module, functools.partial(offloaded.call, unit))
     _wrap(placed, offloaded.run)
     kind: Any = type(placed)

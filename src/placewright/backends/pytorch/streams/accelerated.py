@@ -37,6 +37,14 @@ class Entry:
     """Takes the times of each group, as they are and as they were expected."""
 
 
+@dataclass(frozen=True)
+class _Last:
+    """The last call."""
+
+    key: Any
+    entry: Entry
+
+
 Maker = Callable[[Sequence[Any], Mapping[str, Any]], Entry]
 """Searches for what is fastest for such arguments."""
 
@@ -58,8 +66,9 @@ class Accelerated:
         self._most_shapes = most_shapes
         self._entries: dict[Any, Entry] = {}
         self._lock = threading.RLock()
+        self._last: _Last | None = None
         self._stream: Any = None
-        self._done: Any = None
+        """Where the last call was made."""
 
     @property
     def module(self) -> Callable[..., Any]:
@@ -110,33 +119,49 @@ class Accelerated:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = flat(args, kwargs)
-        key = self._key(leaves, spec)
-        entry = self._entries.get(key)
-        if entry is None:
+        last = self._last
+        if last is None or not self._is_like(last, leaves, spec):
+            key = self._key(leaves, spec)
             entry = self._entry(key, args, kwargs)
+            last = self._last = _Last(key=key, entry=entry)
+        entry = last.entry
         if entry.built is None:
-            return (entry.call or self._module)(*args, **kwargs)
-        if torch.is_grad_enabled() and any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-        ):
+            call = self._module if entry.call is None else entry.call
+            return call(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._run(entry.built, leaves)
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             self._say_once("an input requires a gradient, which captured calls do not give")
             return self._module(*args, **kwargs)
-        with self._lock, torch.no_grad():
+        with torch.no_grad():
             return self._run(entry.built, leaves)
+
+    def _is_like(self, last: _Last, leaves: Sequence[Any], spec: Any) -> bool:
+        """Whether a call is like the last one, as most are; without making a key of it."""
+        known, forms, cast, training = last.key
+        if spec != known or training != getattr(self._module, "training", False):
+            return False
+        if torch.is_autocast_enabled("cuda") != (cast is not None):
+            return False
+        if cast is not None and torch.get_autocast_dtype("cuda") != cast:
+            return False
+        for leaf, form in zip(leaves, forms, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.shape != form[0] or leaf.dtype != form[1] or leaf.device != form[2]:
+                    return False
+            elif type(leaf) is not form[0] or leaf != form[1]:
+                return False
+        return True
 
     def _run(self, built: Built, leaves: Sequence[Any]) -> Any:
         """One call at a time: all of them use the same memory."""
-        if not torch.cuda.is_available():
+        with self._lock:
+            if built.on_gpu:
+                stream = torch.cuda.current_stream()
+                if self._stream is not None and stream != self._stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
             return built(leaves)
-        stream = torch.cuda.current_stream()
-        if self._done is not None and stream != self._stream:
-            stream.wait_event(self._done)
-        made = built(leaves)
-        if self._done is None:
-            self._done = torch.cuda.Event()
-        self._done.record(stream)
-        self._stream = stream
-        return made
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
         forms: list[Any] = []

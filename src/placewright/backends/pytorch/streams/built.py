@@ -17,6 +17,7 @@ from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run
 from placewright.backends.pytorch.streams.net import Net, Node
 from placewright.backends.pytorch.streams.schedule import Schedule
+from placewright.backends.pytorch.streams.training import split_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,13 @@ def lower(traced: Net, args: Sequence[Any], kwargs: Mapping[str, Any], fusion: F
     folded = 0
     if fusion is not Fusion.NONE:
         folded = passes.fold(net)
+        split_gradients(net)
     if fusion is Fusion.REGIONS:
         passes.split_biases(net)
     grouped = group(net, fusion)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    given = net.frozen()
+    given: dict[str, Any] = net.frozen()
+    given.update({name: value.detach() for name, value in net.held.items()})
     statics: list[torch.Tensor | None] = []
     for leaf, name in zip(leaves, net.leaves, strict=True):
         statics.append(None if name is None else leaf.detach().clone())
@@ -79,8 +82,12 @@ class Built:
     _outputs: Sequence[Any] | None = None
     """The flat outputs, where they are in the same memory after each call."""
     _makers: list[Any] = field(default_factory=list)
+    _inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """Number of a leaf of the inputs, and the tensor that it is copied to."""
 
     def __post_init__(self) -> None:
+        statics = enumerate(self.lowered.statics)
+        self._inputs = [(number, static) for number, static in statics if static is not None]
         results = self.lowered.grouped.net.results()
         self._makers = [_Copy.like(node, self.lowered.grouped.net) for node in results]
         if self.ready.stays:
@@ -98,17 +105,33 @@ class Built:
             made: Sequence[Any] = grouped.finish(*[self._value(name) for name in grouped.kept])
         return made
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.ready.stays
+
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        for leaf, static in zip(leaves, self.lowered.statics, strict=True):
-            if static is not None and leaf is not static:
-                static.copy_(leaf, non_blocking=True)
+        # The GPU waits for what is before the replay; what is after it has the replay's time.
+        if len(self._inputs) == 1:
+            ((number, static),) = self._inputs
+            static.copy_(leaves[number], non_blocking=True)
+        elif self._inputs:
+            torch._foreach_copy_(
+                [static for _, static in self._inputs],
+                [leaves[number] for number, _ in self._inputs],
+                non_blocking=True,
+            )
         self.ready.replay()
         made = self._outputs if self._outputs is not None else self._finish()
         flat = [
             maker(value, leaves, self.copies)
             for maker, value in zip(self._makers, made, strict=True)
         ]
-        return pytree.tree_unflatten(flat, self.lowered.grouped.net.tree)
+        tree = self.lowered.grouped.net.tree
+        return flat[0] if tree == _LEAF else pytree.tree_unflatten(flat, tree)
+
+
+_LEAF = pytree.tree_structure(0)
+"""The form of outputs that are one tensor."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class Net:
     """For each leaf of the inputs, its placeholder; None where it is no tensor or is a constant."""
     tree: Any
     """How the flat outputs are put together again."""
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Placeholder -> tensor of the module that changes between calls: a parameter that is
+    trained."""
 
     def copy(self) -> Net:
         """Another graph over the same tensors, for passes to change."""
@@ -48,6 +51,7 @@ class Net:
             constants={named[name]: value for name, value in self.constants.items()},
             leaves=tuple(None if name is None else named[name] for name in self.leaves),
             tree=self.tree,
+            held={named[name]: value for name, value in self.held.items()},
         )
 
     def results(self) -> list[Any]:

@@ -29,7 +29,7 @@ def simplify(net: Net) -> None:
         if copies or node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             net.graph.erase_node(node)
-        elif node.target is aten.view.default:
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
             # Kernels may leave other strides than those it was traced with.
             node.target = aten.reshape.default
     _remove_unused(net)
