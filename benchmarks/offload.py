@@ -277,7 +277,7 @@ class Bench:
             return self._run(row, shape, call, self.placed, self._passes(seconds))
         if column == "group-offload":
             return self._group_offload(row, shape, call)
-        self.placed.offload.use(_one_way(planner, "all-travel", call, slots=1.0))
+        self.placed.offload.use(_one_way(planner, "all-travel", call, least=True))
         return self._accelerate(row, shape, call, pinned=column.endswith("pinned"))
 
     def _passes(self, seconds: float | None) -> int:
@@ -409,31 +409,37 @@ class _Step:
         return output
 
 
-def _one_way(planner: Planner, column: str, call: str, slots: float | None = None) -> OffloadPlan:
-    """The best plan in which all that is large goes one way."""
-    costs = planner.costs
-    heavy = max(c.host_seconds for c in costs.of[call].values()) / 50
-    of = {
-        name: {
-            path: replace(cost, host_seconds=cost.host_seconds * 1e4)
-            if column == "all-travel"
-            and units
-            and costs.of[call].get(path, cost).host_seconds > heavy
-            else cost
-            for path, cost in units.items()
+def _one_way(planner: Planner, column: str, call: str, *, least: bool = False) -> OffloadPlan:
+    """The best plan in which all that is large goes one way; `least`: with the smallest buffer."""
+    costs = planner.costs.of[call]
+    heavy = max(cost.host_seconds for cost in costs.values()) / 50
+    if column == "all-by-host":
+        choices = list(planner.by_rule())
+    else:  # plans by rule for a host that takes for ever
+        slow = {
+            name: {p: replace(c, host_seconds=1e4 * c.host_seconds) for p, c in units.items()}
+            for name, units in planner.costs.of.items()
         }
-        for name, units in costs.of.items()
-    }
-    speed = costs.link_bytes_per_second * (1.0 if column == "all-travel" else 1e-4)
-    other = Planner(
-        recorded=planner.recorded, weights=planner.weights, limits=planner.limits,
-        costs=replace(costs, of=of, link_bytes_per_second=speed),
-    )  # fmt: skip
-    choice = other.best(5.0, 0)
-    if slots is not None:  # room for one unit, which is what others bring at a time
-        largest = max(u.size for u in planner.recorded.units if u.path in planner.away(choice))
-        choice = replace(choice, window_bytes=max(choice.window_bytes, int(slots * largest)))
-    return planner.plan(choice)
+        choices = list(replace(planner, costs=replace(planner.costs, of=slow)).by_rule())
+    made = []
+    for choice in choices:
+        away = planner.away(choice)
+        if column == "all-by-host":
+            if not choice.window_bytes:
+                made.append(
+                    replace(choice, by_host=dict.fromkeys(planner.weights, frozenset(away)))
+                )
+            continue
+        stay = frozenset(p for p in away if p not in costs or costs[p].host_seconds < heavy)
+        sizes = [u.size for u in planner.recorded.units if u.path in away and u.path not in stay]
+        if max(sizes, default=1) > choice.window_bytes:
+            continue
+        made.append(replace(choice, by_host=dict.fromkeys(planner.weights, stay)))
+    fitting = [choice for choice in made if planner.fits(choice)]
+    if least:
+        smallest = min(choice.window_bytes for choice in fitting)
+        fitting = [choice for choice in fitting if choice.window_bytes == smallest]
+    return planner.plan(min(fitting, key=lambda choice: planner.seconds(choice, call)))
 
 
 def _said(plan: OffloadPlan, call: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -14,8 +16,9 @@ from placewright.backends.pytorch.streams.tuning import untuned
 
 
 def row(model: str, column: str, ms: float | None) -> dict[str, str]:
+    found = {"found_ms": {"one stream": 2.0, "list": 1.05, "local-search": 1.0}}
     return {"model": model, "batch": "1", "dtype": "fp16", "column": column,
-            "ms": "" if ms is None else str(ms)}  # fmt: skip
+            "ms": "" if ms is None else str(ms), "detail": json.dumps(found)}  # fmt: skip
 
 
 def test_the_summary_compares_with_the_best_of_the_others() -> None:
@@ -33,6 +36,7 @@ def test_the_summary_compares_with_the_best_of_the_others() -> None:
     assert "geometric mean 1.50 over torch.compile" in said
     assert "resnet50 1 fp16, 1.000" in said
     assert "squeezenet" not in said
+    assert "5.0% in the median of 2 rows" in said
 
 
 def test_cells_are_a_batch_and_a_type() -> None:

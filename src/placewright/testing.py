@@ -174,6 +174,7 @@ def random_problem(
     *,
     max_ops: int = 14,
     max_groups: int = 6,
+    max_devices: int = 4,
     tight_memory: bool = False,
     overhead: bool = False,
     gaps: bool = False,
@@ -214,7 +215,7 @@ def random_problem(
         kinds[0] = replace(kinds[0], type="cpu")
         graph = _with_weights(more, graph)
     total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
-    count = int(rng.integers(1, 5))
+    count = int(rng.integers(1, max_devices + 1))
     memory_bytes = rng.integers(total // 6 + 1, total + 2, size=count)
     if not tight_memory:
         memory_bytes[0] = total + 1

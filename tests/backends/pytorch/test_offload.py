@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import subprocess
 import sys
@@ -29,6 +30,9 @@ from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
 from placewright.backends.pytorch.offload.window import Route, Source, Window, arrange
 from placewright.errors import ModelError, PlacementError, SearchError
+from placewright.evaluators.simulated import SimulatedEvaluator
+from tests.test_homes import layers, machine, posed
+from tests.test_homes import placed as placed_on
 
 DEVICE = "cpu:1"
 FAST = 1e9
@@ -832,3 +836,63 @@ def test_linear_layers_of_the_host_use_the_quicker_product() -> None:
         torch.testing.assert_close(placed(x), other(x), rtol=0.02, atol=0.02)
     assert list(products.quicker) == [1]
     assert torch.get_num_threads() == threads
+
+
+# --- the benchmark, small ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "shape"), [("llama", "decode-1"), ("dit", "step")])
+def test_the_benchmark_runs_on_two_memories(name: str, shape: str) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.offload import Bench
+
+    bench = Bench(name, small=True, deadline=float("inf"))
+    (whole,) = bench.prepare([shape])
+    assert whole["largest_difference"] == 0
+    columns = ["simulated", "measured", "floor", "all-travel", "all-by-host"]
+    rows = {row["column"]: row for row in bench.cell(0.75, shape, columns)}
+    assert list(rows) == columns
+    assert not any("fault" in row for row in rows.values())
+    # The same numbers as without a limit, within those of 16 bits.
+    assert all(rows[c]["largest_difference"] < 0.05 for c in columns if c != "floor")
+    assert all(row["seconds"] > 0 for row in rows.values())
+
+
+def test_other_costs_make_another_plan() -> None:
+    planner = planner_of(Stack(10), 0.5, link=100.0, host=0.01)
+    before = planner.search(20)
+    planner.costs = planner_of(Stack(10), 0.5, link=0.01, host=100.0).costs
+    after = planner.search(20)
+    assert len(after.travelling("one")) > len(before.travelling("one"))
+
+
+# --- beside the simulator ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_timeline_agrees_with_the_simulator(seed: int) -> None:
+    """Of a first pass, with nothing in the buffer yet: whole modules by the one, ops and tensors by
+    the other. There, what the host has computed may wait for a tensor that is on the link, which
+    small activations of the runtime do not."""
+    draw = random.Random(seed)
+    ways = draw.choices("scr", [3, 2 if seed % 2 else 0, 2], k=9)
+    slots, host, device = draw.randint(1, 3), draw.uniform(0.3, 2.0), draw.uniform(0.01, 0.5)
+    graph = layers(len(ways), size=10**6, gpu=device, cpu=host)
+    problem = posed(graph, machine(bandwidth=1e6), window=slots * 10**6)
+    where = {"s": "gpu:0 cpu:0", "c": "cpu:0", "r": "gpu:0"}
+    placement = placed_on(problem, **{f"l{n}": where[way] for n, way in enumerate(ways)})
+    simulated = SimulatedEvaluator(problem).evaluate([placement])[0]
+    numbers = iter(range(len(ways)))
+    steps = [
+        Step(seconds=host if way == "c" else device, on_host=way == "c",
+             copy=next(numbers) if way == "s" else -1)
+        for way in ways
+    ]  # fmt: skip
+    copies = [
+        Copy(seconds=1.0, start=n % slots, stop=n % slots + 1) for n in range(ways.count("s"))
+    ]
+    expected = pass_seconds(steps, copies, passes=1)
+    waits = sum(a == "c" != b for a, b in itertools.pairwise(ways))
+    assert expected * (1 - 1e-3) <= simulated.mean_seconds <= expected * (1 + 1e-3) + waits
+    if not waits:
+        assert simulated.mean_seconds == pytest.approx(expected, rel=1e-3)

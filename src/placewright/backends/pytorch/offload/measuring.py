@@ -30,6 +30,8 @@ _PASSES = 3
 _LONG_SECONDS = 1.0
 """A pass that the host computes alone is not run for its own sake where it takes longer."""
 _MOST_SLOWDOWN = 2.5
+_SHARE = 0.02
+"""Of the time of a workload: a call that takes less of it is not measured."""
 _SPARE_TOKENS = 128
 _PROBE_BYTES = 16 * 2**20
 """That are copied to take the speed of the link where there is no buffer."""
@@ -100,10 +102,14 @@ class Refinement:
     """By `time.monotonic`: no further plan is tried after that."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     """Plan in words -> call -> seconds of a pass, as run."""
+    _calls: list[str] = field(default_factory=list)
+    """Those that matter; the others keep their estimated costs."""
 
     def run(self) -> OffloadPlan:
         """The placed module goes on with what was best."""
         first = self.planner.choice_of(self._offloaded.plan)
+        shares = {c: w * self.planner.seconds(first, c) for c, w in self.planner.weights.items()}
+        self._calls = [c for c, share in shares.items() if share > _SHARE * sum(shares.values())]
         self.planner.costs = self._costs(first)
         found = self.planner.best(5.0, seed=0)
         self.planner.costs = self._fitted(found)
@@ -135,7 +141,7 @@ class Refinement:
         speed = self._link_speed()
         hop = self._hop()
         seen: dict[str, dict[str, dict[str, list[float]]]] = {}
-        for call in planner.weights:
+        for call in self._calls:
             seen[call] = self._timed(call)
         costs = replace(
             planner.costs, link_bytes_per_second=speed or planner.costs.link_bytes_per_second,
@@ -144,7 +150,7 @@ class Refinement:
         costs = self._filled_in(costs, seen)
         slower: list[float] = []
         everything = self._with(choice, self._all_off(choice))
-        short = [c for c in planner.weights if self._host_seconds(costs, c) < _LONG_SECONDS]
+        short = [c for c in self._calls if self._host_seconds(costs, c) < _LONG_SECONDS]
         if short:
             self._go_on(planner.plan(everything))
             alone = {call: self._timed(call) for call in short}
@@ -165,7 +171,8 @@ class Refinement:
         planner, costs = self.planner, self.planner.costs
         took = self._measure(choice)
         between = {}
-        for call in planner.weights:
+        main = max(self._calls, key=lambda c: planner.weights[c] * took[c])
+        for call in self._calls:
             plan = planner.plan(choice)
             both = plan.on_host(call) and plan.travelling(call)
             if both and took[call] > planner.seconds(choice, call):
@@ -177,10 +184,10 @@ class Refinement:
                         (middle, high) if planner.seconds(choice, call) < took[call]
                         else (low, middle)
                     )  # fmt: skip
-                if call == max(planner.weights, key=lambda c: planner.weights[c]):
+                if call == main:
                     costs = replace(costs, copy_slowdown=low)
         planner.costs = costs
-        for call in planner.weights:
+        for call in self._calls:
             between[call] = max(0.0, took[call] - planner.seconds(choice, call))
         return replace(costs, between_seconds=between)
 
@@ -207,8 +214,9 @@ class Refinement:
         for call, units in costs.of.items():
             of[call] = {}
             for path, cost in units.items():
-                device = seen[call]["device"].get(kinds[path])
-                host = seen[call]["host"].get(kinds[path])
+                times = seen.get(call, {"device": {}, "host": {}})
+                device = times["device"].get(kinds[path])
+                host = times["host"].get(kinds[path])
                 of[call][path] = replace(
                     cost,
                     device_seconds=statistics.median(device) if device else cost.device_seconds,
@@ -275,8 +283,10 @@ class Refinement:
         for unit in self.planner.recorded.units:
             if unit.path in self.planner.away(choice):
                 kinds.setdefault(unit.kind, []).append(unit.path)
-        middle = frozenset(paths[len(paths) // 2] for paths in kinds.values())
-        return dict.fromkeys(self.planner.weights, middle)
+        some = frozenset(
+            path for paths in kinds.values() for path in paths[len(paths) // 2 :: 8][:3]
+        )
+        return dict.fromkeys(self.planner.weights, some)
 
     def _best_of(self, found: Choice) -> Choice:
         """What is really best of the plan, the same with one more or one less that travels, and the
@@ -286,7 +296,7 @@ class Refinement:
         tried: set[tuple[str, frozenset[str]]] = set()
         for way in (found.by_host, *self._neighbours(found), self._nobody(found)):
             choice = self._with(found, way)
-            calls = [c for c in planner.weights if (c, choice.by_host[c]) not in tried]
+            calls = [c for c in self._calls if (c, choice.by_host[c]) not in tried]
             if not calls or not planner.fits(choice) or time.monotonic() > self.deadline:
                 continue
             for call, seconds in self._measure(choice, calls).items():
@@ -325,7 +335,7 @@ class Refinement:
         plan = self.planner.plan(choice)
         caller = self._go_on(plan)
         took = {}
-        for call in calls or list(self.planner.weights):
+        for call in calls or self._calls:
             once = caller(call, _WARM_UP)
             took[call] = once if once > _LONG_SECONDS else caller(call, _PASSES)
         words = "; ".join(

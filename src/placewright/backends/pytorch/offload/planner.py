@@ -64,6 +64,8 @@ class Planner:
     tried: int = 0
     _units: dict[str, UnitWork] = field(init=False)
     _seen: dict[object, float] = field(init=False, default_factory=dict)
+    _seen_with: Costs | None = field(init=False, default=None)
+    """The costs that what was seen holds for."""
 
     def __post_init__(self) -> None:
         self._units = {unit.path: unit for unit in self.recorded.units}
@@ -178,6 +180,9 @@ class Planner:
 
     def total(self, choice: Choice) -> float:
         """The weighted sum over calls."""
+        if self._seen_with is not self.costs:
+            self._seen_with = self.costs
+            self._seen.clear()
         key = choice.at_home, tuple(choice.by_host.items()), choice.window_bytes
         known = self._seen.get(key)
         if known is None:
