@@ -63,6 +63,8 @@ ERROR, SPEARMAN, KENDALL, PEAK, FILLED = 0.10, 0.9, 0.6, 0.05, 0.95
 fastest quarter, the error of the peak of memory, and how full a plan may fill it."""
 ON_CPU = 0.05
 """Of the groups, that random placements put on the CPU beside a GPU, on average."""
+LEAST_SECONDS = 30.0
+"""Less time is not worth another start of processes."""
 SLOWEST = 6.0
 """Placements that are predicted to take longer than the best single GPU by this factor are not
 measured: on the CPU, one can take minutes."""
@@ -552,7 +554,9 @@ def _measure_all(options: argparse.Namespace) -> None:
     # The first models and machines are the most important: by turns, so that neither is left out.
     pairs = [(model, machine) for model in options.models for machine in options.machines]
     pairs.sort(key=lambda p: options.models.index(p[0]) + options.machines.index(p[1]))
-    while pairs and time.monotonic() < end:
+    first = True
+    while pairs and (first or time.monotonic() + LEAST_SECONDS < end):
+        first = False
         wave, pairs = pairs[: options.wave], pairs[options.wave :]
         # Processes end with the thread that started them.
         with ThreadPoolExecutor(options.wave) as threads, ExitStack() as runners:

@@ -23,6 +23,7 @@ from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.graph import Graph, frozen
 from placewright.measurement import Trial, better
 from placewright.placement import Placement, everything_on
+from placewright.placers.expert import expert
 from placewright.problem import Problem, make_problem
 from placewright.session.real import RealRuns
 from placewright.simulator import Simulator
@@ -45,7 +46,7 @@ MACHINES = {
 
 NMT_FITS = 0.75
 """Memory of a partition, as a share of what NMT's step needs on one device: in the paper it does
-not fit either."""
+not fit either. More where the expert's placement needs more, which fits in the paper."""
 
 METHODS = ("scotch", "mincut", "expert", "heft", "m-etf")
 """Classical methods; the first two need packages that a machine with a GPU may not have."""
@@ -94,8 +95,11 @@ def problem_of(case: Case, graph: Graph) -> Problem:
     problem = make_problem(graph, cluster)
     if case.model == "nmt" and case.partitions:
         most = max(device.memory_bytes for device in cluster.devices)
-        needs = max(_peaks(make_problem(graph, _limited(cluster, max(most, 1 << 40)))))
-        problem = make_problem(graph, _limited(cluster, min(most, int(NMT_FITS * needs))))
+        free = make_problem(graph, _limited(cluster, max(most, 1 << 40)))
+        needs = max(_peaks(free, _on_first_gpu(free)))
+        by_hand = max(_peaks(free, placement)[1:] for placement in expert(free))
+        limit = max(int(NMT_FITS * needs), int(1.03 * max(by_hand)))
+        problem = make_problem(graph, _limited(cluster, min(most, limit, int(0.97 * needs))))
     return problem
 
 
@@ -118,11 +122,15 @@ def _limited(cluster: Cluster, memory_bytes: int) -> Cluster:
     return replace(cluster, devices=devices)
 
 
-def _peaks(problem: Problem) -> list[int]:
-    """Of everything on the first GPU."""
+def _on_first_gpu(problem: Problem) -> Placement:
     first = next(n for n, d in enumerate(problem.cluster.devices) if d.type == "gpu")
-    single = everything_on(problem, first)
-    peaks: list[int] = Simulator(problem).run(single.devices[np.newaxis]).peak_bytes[0].tolist()
+    return everything_on(problem, first)
+
+
+def _peaks(problem: Problem, placement: Placement) -> list[int]:
+    """Of each device, the CPU first."""
+    simulation = Simulator(problem).run(placement.devices[np.newaxis])
+    peaks: list[int] = simulation.peak_bytes[0].tolist()
     return peaks
 
 
@@ -143,6 +151,11 @@ def calibrated(real: RealRuns, runner: Runner) -> Calibration:
         if run.trace is not None:
             traced[SPREAD] = run
     real.measure([(p, "single") for p in singles if p not in real.samples])
+    if not traced:  # not even by hand: then what a scheduler makes of the estimates
+        heft = proposed("heft", problem)
+        for run in _measured(real, [heft] if heft else [], "heft", 1).values():
+            if run.trace is not None:
+                traced[SPREAD] = run
     table = op_table(problem, traced)
     cluster = problem.cluster
     try:
@@ -229,19 +242,20 @@ def classical(
     missing: dict[str, str] = {}
     ready = prepared(folder, case, problem)
     for method in METHODS:
+        reason = "not installed on the machine, and nothing was prepared"
         if registry.METHODS[method].is_installed:
+            reason = "proposes nothing"
             try:
                 placement = proposed(method, under)
             except PlacewrightError as fault:
-                missing[method] = str(fault)
-                continue
+                placement, reason = None, str(fault)
             if placement is not None:
                 found[method] = Proposal(placement, "calibrated")
                 continue
         if method in ready:
             found[method] = ready[method]
         else:
-            missing[method] = "not installed on the machine, and nothing was prepared"
+            missing[method] = reason
     return found, missing
 
 

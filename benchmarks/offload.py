@@ -517,6 +517,14 @@ def probe() -> Iterator[dict[str, Any]]:
             }
 
 
+_PAGE = """# Models that do not fit
+
+`offload.csv`: seconds of a call (median), with what a plan predicted, the most memory of the GPU at
+once and its limit, and the largest difference of outputs from the whole model's on the GPU, as a
+share of the largest output. `probe.csv`: what memory and link reach. `benchmarks/offload.py` says
+what the columns are.
+"""
+
 # --- all -----------------------------------------------------------------------------------------
 
 FIELDS = (
@@ -580,7 +588,7 @@ def main() -> int:
         bench = None  # type: ignore[assignment]
         if not arguments.small:
             torch.cuda.empty_cache()
-    print(made_by())
+    (arguments.output / "README.md").write_text(f"{_PAGE}\n{made_by()}\n", encoding="utf-8")
     return 0
 
 

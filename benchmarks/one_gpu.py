@@ -537,7 +537,6 @@ def main() -> None:
     until = time.time() + given.seconds
     # Shared by all processes, and of this run alone: what is compiled is compiled by it.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="one_gpu_"))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     from benchmarks.one_gpu_models import MODELS
 
@@ -552,6 +551,8 @@ def main() -> None:
             else:
                 train(name, given.train, given.search_seconds, given.output)
         return
+    each = max(2, (os.cpu_count() or 2) // len(models))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(each))
     settings = Settings(
         tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method
     )

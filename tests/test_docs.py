@@ -35,12 +35,13 @@ NOT_RUN = {
     "docs/cli.md": ["changes the reader's shell"],
     "docs/guides/offload.md": ["needs transformers"],
     "docs/guides/pytorch.md": ["needs transformers"],
+    "docs/guides/streams.md": ["needs a GPU"] * 3,
     "docs/distributed.md": [
         "takes minutes and a machine of one's own",
         "needs several machines",
     ],
     "docs/measuring.md": ["takes minutes and a machine of one's own"],
-    "docs/paper.md": ["takes half an hour"],
+    "docs/paper.md": ["needs a GPU", "takes half an hour"],
     "docs/tutorial.md": ["installs packages"],
 }
 """Every block that is not run, by its reason. A new one has to be added here, too."""

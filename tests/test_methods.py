@@ -122,7 +122,8 @@ def test_auto_does_without_learning_where_there_is_no_time_for_it() -> None:
         {"seconds": None, "trials": 100},
         {"seconds": 0.1, "trials": 100},
         {"seconds": 0.1, "learners": LearnerConfig(samples=4)},
-        {"seconds": 0.1, "cheap": False},
+        {"seconds": 30.0, "cheap": False},
+        {"seconds": 0.1, "trials": 100, "cheap": False},
         {"seconds": 0.1, "noise": 0.1},
     ],
 )

@@ -52,7 +52,7 @@ class ToyRunner(contextlib.ExitStack):
         timing = Timing.of(self.config, best_seconds, adaptive=adaptive)
         where = dict(zip(self.program.graph.op_names, map(int, devices), strict=True))
 
-        def step() -> None:
+        def step() -> None:  # which leaves the clock to who times it
             self._step(devices)
 
         try:

@@ -132,6 +132,9 @@ LEAST_UPDATES = 30
 """How many updates a policy must be able to compute in its part of the time to take part in `auto`.
 Where it takes longer, a local search makes more of that time; chosen with `benchmarks.placers`."""
 
+LEAST_REAL_UPDATES = 5
+"""The same with real runs, of which there are few."""
+
 _SHARE_BESIDE_LOCAL_SEARCH = 0.5
 """Of the budget, for a learner that polishes with the local search after it, which has 1; chosen
 with `benchmarks.placers`."""
@@ -197,9 +200,10 @@ def _why_too_short(settings: Settings, config: ResolvedConfig) -> str:
 
     Only the problem's size and the budget count, so that the same command does the same everywhere.
     """
-    # Trials that take seconds or are noisy are too few for a local search to make more of the time,
-    # and whoever says how to learn wants that.
-    by_time = settings.cheap and not settings.noise and settings.trials is None
+    # Trials that are noisy are too few for a local search to make more of the time, and whoever
+    # says how to learn wants that. With real runs a few updates are worth it.
+    by_time = settings.trials is None and (not settings.cheap or not settings.noise)
+    updates = LEAST_UPDATES if settings.cheap else LEAST_REAL_UPDATES
     told_how = settings.learner is not None or settings.policy is not None
     if not settings.unasked or told_how or not by_time or settings.seconds is None:
         return ""
@@ -207,11 +211,11 @@ def _why_too_short(settings: Settings, config: ResolvedConfig) -> str:
         return ""
     part_of_budget = _SHARE_BESIDE_LOCAL_SEARCH / (_SHARE_BESIDE_LOCAL_SEARCH + LocalSearch.share)
     part = settings.seconds * part_of_budget
-    needs = update_seconds(config, settings.problem.num_groups, LEAST_UPDATES)
+    needs = update_seconds(config, settings.problem.num_groups, updates)
     if part >= needs:
         return ""
     return (
-        f"left out: {LEAST_UPDATES} updates of a policy for {settings.problem.num_groups} groups "
+        f"left out: {updates} updates of a policy for {settings.problem.num_groups} groups "
         f"are taken to need {needs:.2g} s, its part would be {part:.2g} s; auto has it from "
         f"{math.ceil(needs / part_of_budget)} s on"
     )

@@ -191,7 +191,7 @@ class Features:
 
 
 def random_problem(
-    seed: int, *, max_ops: int = 14, max_groups: int = 6, **features: Any
+    seed: int, *, max_ops: int = 14, max_groups: int = 6, max_devices: int = 4, **features: Any
 ) -> Problem:
     """A small problem with what the simulator knows (`features` are fields of `Features`), and with
     many things at the same time.
@@ -221,7 +221,7 @@ def random_problem(
         kinds[0] = replace(kinds[0], type="cpu")
         graph = _with_weights(more, graph)
     total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
-    count = int(rng.integers(1, 5))
+    count = int(rng.integers(1, max_devices + 1))
     memory_bytes = rng.integers(total // 6 + 1, total + 2, size=count)
     if not has.tight_memory:
         memory_bytes[0] = total + 1

@@ -238,6 +238,23 @@ def test_one_stream_and_list_scheduling_for_comparison() -> None:
     assert torch.equal(built["list"]([x]), built["one stream"]([x]))
 
 
+def test_what_fills_the_gpu_demands_all_of_it() -> None:
+    gpu = Gpu(index=0)
+    large, small = (torch.randn(n, n, device="cuda") for n in (4096, 16))
+    with gpu.settings():
+        found = []
+        for x in (large, small):
+            run = torch.fx.symbolic_trace(_Twice())
+            found.append(gpu.demand_of(run, [x], gpu.seconds_of(run, [x])))
+    assert found[0] > 0.7
+    assert found[1] < 0.5
+
+
+class _Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x @ x,)
+
+
 def test_fused_kernels_are_tried_on_this_gpu() -> None:
     """What the notes say of kernels that do not work would be a fault of this project."""
     model, x = mixed()

@@ -29,6 +29,7 @@ from placewright.backends.pytorch.streams.schedule import (
     Schedule,
     Work,
     one_stream,
+    refined,
     timed,
 )
 from placewright.backends.pytorch.streams.timelines import Timelines
@@ -86,7 +87,8 @@ class SearchTask:
             kernels.make(group, name)
             for group, name in zip(lowered.grouped.groups, plan.kernels, strict=True)
         ]
-        work = Work(seconds=plan.group_seconds, before=lowered.grouped.before)
+        before = lowered.grouped.before
+        work = Work(seconds=plan.group_seconds, before=before, demand=plan.group_demand)
         schedule = timed(work, plan.streams, plan.order)
         tuned = Tuned(names=plan.kernels, runs=tuple(runs), seconds=plan.group_seconds)
         option = Option(lowered=lowered, tuned=tuned, work=work, schedule=schedule)
@@ -144,6 +146,9 @@ class SearchTask:
             if self.left() < 0.3 * self.config.seconds:
                 break
             self._try(option, schedule, "list")
+        if any(work.demand) and option.schedule.num_streams > 1 and self.left() > 5:
+            made = refined(work, option.schedule, self.config.streams, self.config.seed)
+            self._try(option, made, "simulated")
         return option
 
     def _try(self, option: Option, schedule: Schedule, how: str) -> float:
@@ -265,6 +270,7 @@ class SearchTask:
             groups=tuple(g.name for g in option.lowered.grouped.groups),
             kernels=option.tuned.names,
             group_seconds=option.tuned.seconds,
+            group_demand=option.tuned.demand or (0.0,) * len(option.tuned.seconds),
             streams=schedule.streams,
             order=schedule.order,
             streams_seconds=_finite(

@@ -37,6 +37,9 @@ REFERENCES = ("single", "expert")
 _REPEATED = 3
 """References that are run twice."""
 
+_NEAR = 3.0
+"""Not those that take so many times the fastest one's time: a CPU can take a minute."""
+
 _FEW_OF = 10
 """That is done where at least so many times as many runs are left."""
 
@@ -260,8 +263,10 @@ class RealRuns:
 
     def _repeated(self) -> list[Placement]:
         """By their first runs alone: a session that goes on comes to the same."""
-        ran = [p for p in self._all_references() if p in self.samples and self.samples[p][0].ok]
-        return sorted(ran, key=lambda p: self.samples[p][0].mean_seconds)[:_REPEATED]
+        first = {p: self.samples[p][0] for p in self._all_references() if p in self.samples}
+        seconds = {p: run.mean_seconds for p, run in first.items() if run.ok}
+        near = [p for p, own in seconds.items() if own <= _NEAR * min(seconds.values())]
+        return sorted(near, key=seconds.__getitem__)[:_REPEATED]
 
     def _all_references(self) -> list[Placement]:
         return list(dict.fromkeys(p for found in self.references.values() for p in found))

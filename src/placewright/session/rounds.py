@@ -196,7 +196,8 @@ class Rounds:
         the best of what was found is measured. Gives the problem under the costs as they are."""
         real = self.real
         self.correct()
-        real.measure(self._candidates(seconds, real.seed), leave=real.runs_reserved)
+        candidates = self._candidates(seconds, real.seed, methods=self.config.chosen)
+        real.measure(candidates, leave=real.runs_reserved)
         assert self.calibration is not None
         return self.calibration.problem(real.problem)
 
@@ -211,8 +212,12 @@ class Rounds:
             real.measure([(best[0], "")], leave=real.runs_reserved)
         return bool(measured)
 
-    def _candidates(self, seconds: float, seed: int) -> list[tuple[Placement, str]]:
-        """The best that a search in the simulator finds, and who found them."""
+    def _candidates(
+        self, seconds: float, seed: int, methods: registry.Chosen | None = None
+    ) -> list[tuple[Placement, str]]:
+        """The best that a search in the simulator finds, and who found them. By default as if all
+        methods were asked for: those that learn go on in later rounds, so that this one is not all
+        they have."""
         real, rounds = self.real, self.config.rounds
         assert self.calibration is not None
         under = self.calibration.problem(real.problem)
@@ -224,7 +229,7 @@ class Rounds:
             ]
         )
         search(
-            self._placers(under, budget, seed), SimulatedEvaluator(under), budget,
+            self._placers(under, budget, seed, methods), SimulatedEvaluator(under), budget,
             journal=simulated, seed=real.seed, observe=self._watch, stop=real.stop,
             lower_bound_seconds=None,  # it says nothing of times that were measured
         )  # fmt: skip
@@ -238,13 +243,14 @@ class Rounds:
                 break
         return list(chosen.items())
 
-    def _placers(self, under: Problem, budget: Budget, seed: int) -> list[Placer]:
+    def _placers(
+        self, under: Problem, budget: Budget, seed: int, methods: registry.Chosen | None
+    ) -> list[Placer]:
         """Made anew under the costs as they are now; those that learn go on with what they have
         learned."""
-        # As if asked for: those that learn go on in later rounds, so this one is not all they have.
         names = self.config.chosen.names
         made = registry.make(
-            names,
+            methods or names,
             under,
             seed=seed,
             seconds=budget.seconds,

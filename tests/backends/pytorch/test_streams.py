@@ -8,7 +8,7 @@ import logging
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +296,36 @@ def test_a_chain_has_no_schedules() -> None:
     assert acceleration.schedules(work, 4) == []
     wide = Work(seconds=(1e-5,) * 4, before=((), (), (), ()))
     assert max(s.num_streams for s in acceleration.schedules(wide, 4)) == 4
+
+
+@given(works(), st.integers(1, 4), st.data())
+def test_groups_that_demand_the_chip_slow_each_other_down(
+    work: Work, streams: int, data: st.DataObject
+) -> None:
+    demand = tuple(data.draw(st.sampled_from((0.1, 0.5, 1.0))) for _ in work.seconds)
+    crowded = replace(work, demand=demand)
+    plain = schedule.list_schedule(work, streams)
+    made = schedule.timed(crowded, plain.streams, plain.order)
+    busy = sum(s * d for s, d in zip(work.seconds, demand, strict=True))
+    assert made.seconds >= max(work.critical_seconds, busy) - 1e-12
+    if streams == 1:
+        assert made.seconds == pytest.approx(work.total_seconds)
+    for number, sources in enumerate(work.before):
+        took = made.end_seconds[number] - made.start_seconds[number]
+        assert took >= work.seconds[number] - 1e-12
+        for source in sources:
+            assert made.end_seconds[source] <= made.start_seconds[number] + 1e-12
+    better = schedule.refined(crowded, plain, streams, seed=1)
+    assert better.seconds <= made.seconds
+    assert sorted(better.order) == list(range(len(work.seconds)))
+
+
+def test_work_that_fills_the_chip_gains_nothing_from_streams() -> None:
+    work = Work(seconds=(1e-5,) * 4, before=((),) * 4, demand=(1.0,) * 4)
+    assert schedule.timed(work, (0, 1, 2, 3), range(4)).seconds == pytest.approx(4e-5)
+    half = replace(work, demand=(0.5,) * 4)
+    assert schedule.timed(half, (0, 1, 2, 3), range(4)).seconds == pytest.approx(2e-5)
+    assert schedule.timed(half, (0, 1, 0, 1), range(4)).seconds == pytest.approx(2e-5)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -639,7 +669,7 @@ def test_methods_improve_by_measured_times(method: str) -> None:
     fast.prepare((x,), {})
     listed = fake(model)
     listed.prepare((x,), {})
-    assert device.trials > (40 if method == "local-search" else 12)
+    assert device.trials > 12  # list scheduling alone tries fewer
     assert fast.plans[0].seconds["streams"] <= listed.plans[0].seconds["streams"] * 1.001
 
 

@@ -40,7 +40,7 @@ def find_demands(
     timer: Timer,
     streams: int,
     *,
-    limit_seconds: float = 10.0,
+    limit_seconds: float = 6.0,
 ) -> dict[int, float]:
     """Op -> what it takes of the chip, from 0 to 1, of those that could be timed within the limit.
     Calls of the same function on tensors of the same shapes are timed once."""

@@ -60,8 +60,8 @@ class OffloadPlan:
     model: str
     """Class of the module."""
     device: str
-    """What computes beside the host, as torch calls it; `cpu:1` stands for a memory of its own that
-    the same CPU computes with, to try things without a GPU."""
+    """What computes beside the host, as torch calls it. A device such as cpu:1 is a memory of its
+    own that the same CPU computes with, to try things without a GPU."""
     units: tuple[UnitPlan, ...]
     """In the order in which they are called; others after them."""
     shapes: tuple[Shape, ...]

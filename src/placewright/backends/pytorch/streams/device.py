@@ -48,6 +48,10 @@ class Device(Protocol):
     def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
         """How long one group takes alone, once captured."""
 
+    def demand_of(self, run: Run, inputs: Sequence[Any], seconds: float) -> float:
+        """The share of the chip that one group takes, which alone takes so long; 0 where groups do
+        not run side by side."""
+
     def ready(
         self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
     ) -> Ready:
@@ -64,6 +68,10 @@ class Device(Protocol):
 
 _REPEATS = 10
 """Runs of a group in one capture, so that what it takes to start a capture does not count."""
+_BESIDE = 4
+"""Streams on which a group runs beside itself, to see what share of the chip it takes."""
+_UNSLOWED = 1.15
+_SMALL = 0.1
 _MOST_STREAMS = 32
 _TRACE_PARTS = 16
 """Captures that a trace is put together from."""
@@ -154,6 +162,31 @@ class Gpu:
         seconds = statistics.median(self.times([graph.replay], 5)[0])
         graph.reset()
         return seconds / _REPEATS
+
+    def demand_of(self, run: Run, inputs: Sequence[Any], seconds: float) -> float:
+        self._need_streams(_BESIDE - 1)
+        lanes = [self.first(), *self.streams[: _BESIDE - 1]]
+
+        def body() -> None:
+            for lane in lanes[1:]:
+                lane.wait_stream(lanes[0])
+            try:
+                for lane in lanes:
+                    with torch.cuda.stream(lane):
+                        for _ in range(_REPEATS):
+                            fresh(run, inputs)
+            finally:
+                for lane in lanes[1:]:
+                    lanes[0].wait_stream(lane)
+
+        self._warm(body, 1)
+        graph, _ = self.capture(body)
+        together = statistics.median(self.times([graph.replay], 3)[0]) / _REPEATS
+        graph.reset()
+        slowed = together / seconds if seconds else 1.0
+        # What slows nothing down when there are so many of it takes less than its part.
+        share = slowed / _BESIDE if slowed > _UNSLOWED else _SMALL
+        return min(1.0, share)
 
     def _warm(self, body: Callable[[], Any], count: int) -> None:
         stream = self.first()
@@ -307,6 +340,9 @@ class Cpu:
     def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
         run(*inputs)
         return min(self.times([lambda: run(*inputs)], 3)[0])
+
+    def demand_of(self, run: Run, inputs: Sequence[Any], seconds: float) -> float:
+        return 0.0
 
     def ready(
         self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]

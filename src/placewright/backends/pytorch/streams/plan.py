@@ -40,6 +40,8 @@ class StreamPlan:
     """For each group, what computes it."""
     group_seconds: tuple[float, ...] = ()
     """What each takes alone, measured."""
+    group_demand: tuple[float, ...] = ()
+    """For each group, the share of the chip that it takes, measured; 0 where it is not known."""
     streams: tuple[int, ...] = ()
     """For each group, its stream."""
     order: tuple[int, ...] = ()
@@ -102,6 +104,7 @@ class StreamPlan:
                 groups=tuple(map(str, given.pop("groups"))),
                 kernels=tuple(map(str, given.pop("kernels"))),
                 group_seconds=tuple(map(float, given.pop("group_seconds"))),
+                group_demand=tuple(map(float, given.pop("group_demand"))),
                 streams=tuple(map(int, given.pop("streams"))),
                 order=tuple(map(int, given.pop("order"))),
                 one_stream_seconds=_number(given.pop("one_stream_seconds")),
@@ -113,7 +116,8 @@ class StreamPlan:
             )
         except (AssertionError, KeyError, TypeError, ValueError) as fault:
             raise PlacementError(f"{where}: malformed plan of streams: {fault!r}") from None
-        lengths = {len(plan.kernels), len(plan.group_seconds), len(plan.streams), count}
+        tables = (plan.kernels, plan.group_seconds, plan.group_demand, plan.streams)
+        lengths = {count, *map(len, tables)}
         if given or len(lengths) > 1 or sorted(plan.order) != list(range(count)):
             raise PlacementError(f"{where}: malformed plan of streams: its tables do not match")
         if plan.streams and not 0 <= min(plan.streams) <= max(plan.streams) < _MOST_STREAMS:

@@ -34,10 +34,12 @@ class Tuned:
     names: tuple[str, ...]
     runs: tuple[Run, ...]
     seconds: tuple[float, ...]
+    demand: tuple[float, ...] = ()
+    """For each group, the share of the chip that it takes."""
 
     def work(self, grouped: Grouped) -> Work:
         """What there is to schedule."""
-        return Work(seconds=self.seconds, before=grouped.before)
+        return Work(seconds=self.seconds, before=grouped.before, demand=self.demand)
 
 
 def untuned(grouped: Grouped) -> Tuned:
@@ -55,6 +57,8 @@ class _Tried:
     names: list[str]
     runs: list[Run]
     seconds: list[float]
+    demand: float | None = None
+    """Of the best of them."""
 
 
 @dataclass(kw_only=True)
@@ -82,7 +86,7 @@ class Tuner:
             for name in group.inputs:
                 if name in left:
                     left[name] += 1
-        names, runs, seconds = [], [], []
+        names, runs, seconds, demand = [], [], [], []
         for group in grouped.groups:
             inputs = [values[name] for name in group.inputs]
             tried = self._try(group, inputs, fusion)
@@ -90,6 +94,7 @@ class Tuner:
             names.append(tried.names[best])
             runs.append(tried.runs[best])
             seconds.append(tried.seconds[best])
+            demand.append(self._demand(tried, best, inputs))
             values.update(zip(group.outputs, fresh(tried.runs[best], inputs), strict=True))
             for name in {*group.inputs, *group.outputs}:
                 if name in left:
@@ -97,7 +102,9 @@ class Tuner:
                     if not left[name] and name not in grouped.kept:
                         del values[name]
             del inputs
-        return Tuned(names=tuple(names), runs=tuple(runs), seconds=tuple(seconds))
+        return Tuned(
+            names=tuple(names), runs=tuple(runs), seconds=tuple(seconds), demand=tuple(demand)
+        )
 
     def _names(self, group: Group, fusion: Fusion) -> list[str]:
         if fusion is Fusion.NONE:
@@ -145,6 +152,16 @@ class Tuner:
         tried.names.append(name)
         tried.runs.append(run)
         tried.seconds.append(seconds)
+
+    def _demand(self, tried: _Tried, best: int, inputs: Sequence[Any]) -> float:
+        if tried.demand is None:
+            try:
+                run, seconds = tried.runs[best], tried.seconds[best]
+                tried.demand = 0.0 if self.stop() else self.device.demand_of(run, inputs, seconds)
+            except Exception as fault:  # no reason to do without the schedule
+                self.notes.append(f"{tried.names[best]} beside itself: {first_line(fault)}")
+                tried.demand = 0.0
+        return tried.demand
 
     def _alone(self, group: Group, inputs: Sequence[Any]) -> float:
         """What the product alone takes, and what is sure to be needed beyond it."""
