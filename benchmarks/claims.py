@@ -91,7 +91,7 @@ def claim_row(model: str, problem: Problem, result: Result) -> dict[str, Any]:
         "model": model,
         "cluster": problem.cluster.name,
         "ops": problem.graph.num_ops,
-        "single_seconds": single.measurement.mean_seconds,
+        "single_seconds": result.seconds_of(single),
         "single_overhead": round(alone.overhead / alone.total, 3),
         "answer_seconds": result.step_seconds,
         "found_by": result.best.placer,

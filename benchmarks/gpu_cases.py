@@ -242,19 +242,20 @@ def classical(
     missing: dict[str, str] = {}
     ready = prepared(folder, case, problem)
     for method in METHODS:
+        reason = "not installed on the machine, and nothing was prepared"
         if registry.METHODS[method].is_installed:
+            reason = "proposes nothing"
             try:
                 placement = proposed(method, under)
             except PlacewrightError as fault:
-                missing[method] = str(fault)
-                continue
+                placement, reason = None, str(fault)
             if placement is not None:
                 found[method] = Proposal(placement, "calibrated")
                 continue
         if method in ready:
             found[method] = ready[method]
         else:
-            missing[method] = "not installed on the machine, and nothing was prepared"
+            missing[method] = reason
     return found, missing
 
 

@@ -39,8 +39,8 @@ MACHINES = {
 
 EXPLAINED = """\
 Milliseconds per training step, measured: the mean of some rounds in which all answers run in
-turns, ± half its 95% confidence interval over the rounds; without ±, one run of what takes more
-than three times the best. The gain is that of the best of the last three columns over the best of
+turns, ± half its 95% confidence interval over the rounds, where that is there; what takes more
+than three times the best ran once. The gain is that of the best of the last three columns over the best of
 the others. All searches had the same real time, in which they simulate and learn as well.
 `reinforce`, `ppo` and local search learn from real runs alone, and the best that they proposed
 themselves counts."""
@@ -94,11 +94,11 @@ def main_table(rows: Sequence[Row]) -> str:
 
 def short_table(rows: Sequence[Row]) -> str:
     """What a reader wants to know first."""
-    few = ("one gpu", "scotch", "mincut", "expert", "heft", "reinforce", *OURS)
+    cases = {key: found for key, found in cases_of(rows).items() if key[1:] == ("paper", "4")}
+    wanted = ("one gpu", "scotch", "mincut", "expert", "heft", "reinforce", *OURS)
+    few = [method for method in wanted if any(method in found for found in cases.values())]
     lines = [
-        [title(key), *(_cell(found.get(method)) for method in few)]
-        for key, found in cases_of(rows).items()
-        if key[1:] == ("paper", "4")
+        [key[0], *(_cell(found.get(method)) for method in few)] for key, found in cases.items()
     ]
     return markdown(["ms per step", *(COLUMNS[method] for method in few)], lines)
 
@@ -116,16 +116,14 @@ def verdicts(rows: Sequence[Row]) -> str:
             for method in OTHERS
             if seconds_of(found.get(method)) < seconds_of(mine) - _noise(mine, found.get(method))
         ]
-        text = "is faster beyond the noise: " + ", ".join(slower) if slower else ""
+        sure = " beyond the noise" if mine["half_width_seconds"] not in ("", None) else ""
+        parts = [f"faster{sure}: {', '.join(slower)}" if slower else f"nothing is faster{sure}"]
         predicted = mine["predicted_seconds"]
         if predicted != "":
             off = float(predicted) / seconds_of(mine) - 1
-            text += (
-                f"{'; ' if text else ''}the simulator predicts its time with an error of {off:+.0%}"
-            )
+            parts.append(f"the simulator predicts its time with an error of {off:+.0%}")
         best = f"the best of ours is {COLUMNS[ours]} ({1000 * seconds_of(mine):.1f} ms)"
-        nobody = "" if slower else "nothing is faster beyond the noise; "
-        said.append(f"- {title(key)}: {best}; {nobody}{text}.")
+        said.append(f"- {title(key)}: {'; '.join([best, *parts])}.")
     return "\n".join(said)
 
 

@@ -97,7 +97,7 @@ def compare(
             outputs = module(**example.inputs)
         if train:
             loss = example.loss(outputs) if example.loss else pt_loss(outputs)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         results.append(outputs)
     difference = largest(*(leaves(outputs) for outputs in results))
     grads = [

@@ -79,6 +79,8 @@ class Round:
         self.process: subprocess.Popen[bytes] | None = None
         self.kept: list[bytes] = []
         """What the journal held, as far as lines were whole, at each break."""
+        self.read = self.lines = 0
+        """Bytes of the journal that were read, and the lines in them."""
         self.hits = 0
         """How often what measures was hit: so many trials may have failed of that."""
 
@@ -95,10 +97,16 @@ class Round:
             )  # fmt: skip
 
     def count(self) -> int:
-        """Lines of the journal by now."""
-        with contextlib.suppress(OSError):
-            return (self.out / "journal.jsonl").read_bytes().count(b"\n")
-        return 0
+        """Lines of the journal by now, of which only new ones are read."""
+        with contextlib.suppress(OSError), (self.out / "journal.jsonl").open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < self.read:  # a torn line was dropped
+                self.read = self.lines = 0
+            file.seek(self.read)
+            new = file.read(size - self.read)
+            self.read += len(new)
+            self.lines += new.count(b"\n")
+        return self.lines
 
     def wait_for(self, condition: Callable[[], object], seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -429,6 +437,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/soak"))
     parser.add_argument("--keep", type=Path, default=Path("build/soak"))
     options = parser.parse_args()
+    # What is started in the background ignores Ctrl-C, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     counts = soak(options.seconds, options.seed, options.kinds, options.keep)
     options.output.mkdir(parents=True, exist_ok=True)
     with (options.output / "soak.csv").open("w", newline="") as file:

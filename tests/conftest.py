@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as cores: more threads than one in each would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Machines that run the tests are shared: examples may take any time.
 settings.register_profile(

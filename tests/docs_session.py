@@ -16,12 +16,14 @@ import shlex
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from placewright import backends, cli, methods
+from placewright.backends.base import LoadOptions
 from placewright.backends.tensorflow.models import NAMES
 from placewright.graph import Graph
 
@@ -102,11 +104,11 @@ def keep_benchmark_models() -> None:
     load = backends.load
     kept = functools.cache(load)
 
-    def load_once(source: Any, **options: Any) -> Graph:
-        unusual = {name for name, value in options.items() if value} - {"scale"}
-        if source in NAMES and not unusual:
-            return kept(source, scale=options.get("scale", "paper"))
-        return load(source, **options)
+    def load_once(source: object, options: LoadOptions | None = None, **settings: Any) -> Graph:
+        wanted = replace(options or LoadOptions(), **settings)
+        if source in NAMES and wanted == LoadOptions(scale=wanted.scale):
+            return kept(source, scale=wanted.scale)
+        return load(source, wanted)
 
     backends.load = load_once
 

@@ -499,10 +499,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # what is left out of a damaged file is no news here
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-    until = time.monotonic() + options.seconds
     tried = found = 0
     with tempfile.TemporaryDirectory() as folder:
         every = targets(Path(folder))
+        until = time.monotonic() + options.seconds
         while time.monotonic() < until:
             for target, _, number, data, fault in fuzz(every, seed, 10):
                 found += 1

@@ -26,3 +26,9 @@ def listening(pid: int) -> list[str]:
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def interfaces(pid: int) -> set[str]:
+    """The network interfaces that a process has."""
+    lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+    return {line.partition(":")[0].strip() for line in lines}

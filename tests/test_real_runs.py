@@ -35,7 +35,13 @@ from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session import rounds as rounds_module
 from placewright.session.config import RoundsConfig, SearchConfig
 from placewright.session.directory import began_with
-from placewright.session.driver import Session, enough_for, unaffordable, wanted_in
+from placewright.session.driver import (
+    NOTHING_SEARCHED,
+    Session,
+    enough_for,
+    unaffordable,
+    wanted_in,
+)
 from placewright.session.metrics import read_metrics
 from placewright.session.real import RealRuns
 from placewright.session.result import Result
@@ -189,6 +195,19 @@ def test_searching_leaves_the_time_of_the_final(problem: Problem) -> None:
     # As if that run had taken two seconds: twenty of them are the final's.
     real._measured_seconds = 2.0
     assert rounds._simulate_seconds() == pytest.approx(0.25 * (100.0 - 40.0), rel=0.05)
+
+
+@pytest.mark.parametrize("how", ["measure", "simulate+measure"])
+def test_a_budget_that_leaves_no_search_says_so(problem: Problem, how: Any) -> None:
+    def search(trials: int) -> Result:
+        config = SearchConfig(method="local-search", trials=trials, evaluate=how, rounds=QUICK)
+        return Session(problem, config, runner=Devices(problem)).run()  # type: ignore[arg-type]
+
+    few = search(3)
+    assert few.remarks == (NOTHING_SEARCHED,)
+    assert NOTHING_SEARCHED in few.notes()
+    assert few.summary()["remarks"] == [NOTHING_SEARCHED]
+    assert search(60).remarks == ()
 
 
 def test_candidates_are_credited_to_who_proposed_them(problem: Problem) -> None:
@@ -465,7 +484,8 @@ def test_costs_are_kept_and_a_run_goes_on_under_them(problem: Problem, tmp_path:
 
     first = Devices(problem, behave)
     result = refined(first, "local-search", 28, directory=tmp_path)
-    assert first.traced == 2
+    # Both devices, and as these give no traces, what a person would spread over them.
+    assert first.traced == 3
     assert result.calibration is not None
     # Without `save`: also a run that is killed has them.
     kept = Calibration.load(tmp_path / "costs.json", problem).problem(problem)

@@ -55,6 +55,17 @@ def test_work_that_does_not_end_is_abandoned() -> None:
     never_set.set()
 
 
+def test_a_process_ends_with_its_code_though_work_goes_on() -> None:
+    script = (
+        "import time; from placewright.stopping import Stopped, Worker, leave\n"
+        "try: Worker(0.1).run(lambda: time.sleep(600), lambda: True)\n"
+        "except Stopped: print('given up')\n"
+        "leave(130)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "given up\n", "")
+
+
 def test_compiled_code_is_told() -> None:
     def until_told(flag: object) -> str:
         while not flag[0]:  # type: ignore[index]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from placewright.errors import LearningError, MissingExtraError, SearchError
 from placewright.learning.config import (
@@ -65,10 +66,10 @@ class Settings:
 
     name: str
     problem: Problem
-    seed: int
-    seconds: float | None
+    seed: int = 0
+    seconds: float | None = None
     """How long the whole search may take; a method that cannot be stopped keeps to a part of it."""
-    trials: int | None
+    trials: int | None = None
     """How many placements the whole search may try; likewise."""
     learner: LearnerConfig | None = None
     """How it learns, where it does and somebody says so; otherwise as its preset has it."""
@@ -367,28 +368,20 @@ def make(
     methods: Chosen | Sequence[str],
     problem: Problem,
     *,
-    seed: int = 0,
-    seconds: float | None = None,
-    trials: int | None = None,
     learners: Learners = None,
-    policy: str | Path | None = None,
-    cheap: bool = True,
-    noise: float = 0.0,
     previous: Mapping[str, Placer] | None = None,
-    beside_runs: bool = False,
+    **others: Any,
 ) -> list[Placer]:
     """The placers of these methods, in order; those that are only named are all asked for.
 
     `learners` says how the learned methods learn: one config for the learned method among them, or
     one by name. Where costs were corrected,
     `previous` are the placers under the old ones: a policy goes on with what it has learned, as
-    long as graph, grouping and devices are the same; everything else is made anew.
+    long as graph, grouping and devices are the same; everything else is made anew. `others` are
+    fields of `Settings`, the same for all: `seed`, `seconds`, `trials`, `policy`, `cheap`, ...
     """
-    check_seed(seed)
-    settings = Settings(
-        name="", problem=problem, seed=seed, seconds=seconds, trials=trials, policy=policy,
-        cheap=cheap, noise=noise, beside_runs=beside_runs,
-    )  # fmt: skip
+    settings = Settings(name="", problem=problem, **others)
+    check_seed(settings.seed)
     chosen = methods if isinstance(methods, Chosen) else Chosen(tuple(methods))
     placers: tuple[Placer, ...] = ()
     # From the last to the first, as a learner polishes with a local search that comes after it.

@@ -7,11 +7,15 @@ thread, while the main thread waits in small steps and looks whether it shall st
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -23,6 +27,9 @@ GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
 _R = TypeVar("_R")
+
+_abandoned: list[threading.Thread] = []
+"""Those whose call was given up."""
 
 
 class Stopped(Exception):
@@ -86,6 +93,7 @@ class Worker:
                     until = time.monotonic() + self.grace_seconds
                 elif until is not None and time.monotonic() >= until:
                     self.abandoned = True
+                    _abandoned.append(self._thread)
                     raise Stopped from None
                 continue
             if error is not None:
@@ -96,6 +104,18 @@ class Worker:
     def close(self) -> None:
         """Lets the thread end after what it is doing."""
         self._calls.put(None)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process, also where abandoned work goes on in compiled code: Python would take its
+    thread away as soon as it comes back, which C++ answers by aborting."""
+    if any(thread.is_alive() for thread in _abandoned):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _work(

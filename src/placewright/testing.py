@@ -169,31 +169,37 @@ def make_problem(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What a random problem has besides ops on devices."""
+
+    tight_memory: bool = False
+    """Otherwise all groups fit together on the first device."""
+    overhead: bool = False
+    """Transfers take time of processors."""
+    gaps: bool = False
+    """Links are free again before what they carried has arrived."""
+    contention: bool = False
+    """Devices slow each other down."""
+    issue: str | None = None
+    """Ops have to be issued, by whom it says (`Cluster.issue`)."""
+    chips: bool = False
+    """Devices are streams or partitions of the same chip, links relay, and where the host or nobody
+    issues, devices may keep to the program's order."""
+    homes: bool = False
+    """There are weights that may be elsewhere than their readers, and hosts that can pin little."""
+
+
 def random_problem(
-    seed: int,
-    *,
-    max_ops: int = 14,
-    max_groups: int = 6,
-    max_devices: int = 4,
-    tight_memory: bool = False,
-    overhead: bool = False,
-    gaps: bool = False,
-    contention: bool = False,
-    issue: str | None = None,
-    chips: bool = False,
-    homes: bool = False,
+    seed: int, *, max_ops: int = 14, max_groups: int = 6, max_devices: int = 4, **features: Any
 ) -> Problem:
-    """A small problem with everything the simulator knows, and with many things at the same time.
+    """A small problem with what the simulator knows (`features` are fields of `Features`), and with
+    many things at the same time.
 
     Times are multiples of 1/1024 s and bandwidths powers of two, so that sums are exact and ties
-    are real: whoever breaks a tie in another order gets another schedule. All groups fit together
-    on the first device, unless `tight_memory`. With `overhead`, transfers take time of processors;
-    with `gaps`, links are free again before what they carried has arrived; with `contention`,
-    devices slow each other down; with `issue`, ops have to be issued, by whom it says (see
-    `Cluster.issue`); with `chips`, devices are streams or partitions of the same chip, links relay,
-    and where the host or nobody issues, devices may keep to the program's order; with `homes`,
-    there are weights that may be elsewhere than their readers, and hosts that can pin little.
+    are real: whoever breaks a tie in another order gets another schedule.
     """
+    has = Features(**features)
     rng = np.random.default_rng(seed)
     more = np.random.default_rng([seed, 1])  # so that the rest is the same with and without
     kinds = [
@@ -207,39 +213,19 @@ def random_problem(
         )
         for k in range(int(rng.integers(1, 3)))
     ]
-    if issue is not None:
+    if has.issue is not None:
         kinds[0] = replace(kinds[0], type=str(more.choice(["cpu", "type0"])))
         kinds = [replace(kind, slots=min(kind.slots, int(more.integers(1, 4)))) for kind in kinds]
     graph = _random_graph(rng, kinds, int(rng.integers(1, max_ops + 1)))
-    if homes:
+    if has.homes:
         kinds[0] = replace(kinds[0], type="cpu")
         graph = _with_weights(more, graph)
     total = int(graph.resident_bytes.sum() + graph.tensor_bytes.sum())
     count = int(rng.integers(1, max_devices + 1))
     memory_bytes = rng.integers(total // 6 + 1, total + 2, size=count)
-    if not tight_memory:
+    if not has.tight_memory:
         memory_bytes[0] = total + 1
-    cluster = _random_cluster(rng, kinds, memory_bytes.tolist())
-    if overhead:
-        links = tuple(
-            replace(
-                link,
-                overhead_seconds=int(rng.integers(0, 3)) / 1024,
-                overhead_bandwidth=float(2 ** rng.integers(11, 16)),
-            )
-            for link in cluster.links
-        )
-        cluster = replace(cluster, links=links)
-    if gaps:
-        links = tuple(
-            replace(
-                link, gap_seconds=int(rng.integers(0, int(1024 * link.latency_seconds) + 1)) / 1024
-            )
-            for link in cluster.links
-        )
-        cluster = replace(cluster, links=links)
-    if contention:
-        cluster = replace(cluster, contention=int(rng.integers(1, 9)) / 8)
+    cluster = _with_links(rng, _random_cluster(rng, kinds, memory_bytes.tolist()), has)
     numbers: dict[int, int] = {}
     labels = rng.integers(int(rng.integers(1, max_groups + 1)), size=graph.num_ops)
     group_of = [numbers.setdefault(label, len(numbers)) for label in labels.tolist()]
@@ -248,20 +234,20 @@ def random_problem(
         names=tuple(f"group{g}" for g in range(len(numbers))),
     )
     costs = estimate_costs(graph, cluster)
-    if chips:
+    if has.chips:
         cluster = _on_chips(more, cluster)
         costs = estimate_costs(graph, cluster)
         demand = more.integers(0, 9, size=costs.op_seconds.shape) / 8
         costs = replace(costs, demand=frozen(demand))
-    if issue is not None:
-        in_order = chips and issue != "device" and bool(more.random() < 0.5)
-        cluster = replace(cluster, issue=issue, in_order=in_order)
+    if has.issue is not None:
+        in_order = has.chips and has.issue != "device" and bool(more.random() < 0.5)
+        cluster = replace(cluster, issue=has.issue, in_order=in_order)
         overhead_seconds = more.integers(0, 6, size=costs.op_seconds.shape) / 1024
         gap_seconds = more.integers(0, 3, size=costs.op_seconds.shape) / 1024
         costs = replace(
             costs, overhead_seconds=frozen(overhead_seconds), gap_seconds=frozen(gap_seconds)
         )
-    if not homes:
+    if not has.homes:
         return Problem(graph=graph, grouping=grouping, cluster=cluster, costs=costs)
     devices = tuple(
         replace(device, pinned_bytes=int(more.integers(0, 2 * int(graph.param_bytes.sum()) + 1)))
@@ -271,6 +257,31 @@ def random_problem(
         graph=graph, grouping=grouping, cluster=replace(cluster, devices=devices), costs=costs,
         homes=Homes(window_bytes=int(more.integers(1, int(graph.param_bytes.sum()) + 2))),
     )  # fmt: skip
+
+
+def _with_links(rng: np.random.Generator, cluster: Cluster, has: Features) -> Cluster:
+    """The cluster with what links may cost besides, and with contention."""
+    links = cluster.links
+    if has.overhead:
+        links = tuple(
+            replace(
+                link,
+                overhead_seconds=int(rng.integers(0, 3)) / 1024,
+                overhead_bandwidth=float(2 ** rng.integers(11, 16)),
+            )
+            for link in links
+        )
+    if has.gaps:
+        links = tuple(
+            replace(
+                link, gap_seconds=int(rng.integers(0, int(1024 * link.latency_seconds) + 1)) / 1024
+            )
+            for link in links
+        )
+    cluster = replace(cluster, links=links)
+    if has.contention:
+        cluster = replace(cluster, contention=int(rng.integers(1, 9)) / 8)
+    return cluster
 
 
 def _with_weights(rng: np.random.Generator, graph: Graph) -> Graph:

@@ -174,7 +174,7 @@ def plan(
         numbers = single.placement.devices[problem.grouping.group_of].tolist()
         on = [cluster.device_names[number] for number in numbers]
         device_of_op = dict(zip(program.graph.op_names, on, strict=True))
-        step_seconds = single.measurement.mean_seconds
+        step_seconds = result.seconds_of(single)
     names = {device: torch_name(device) for device in cluster.device_names}
     return Planned(
         plan=program.plan(device_of_op, names), result=result, step_seconds=step_seconds,
@@ -359,4 +359,6 @@ def _verdict(result: Result) -> str:
         tried = any(method.method == "single" for method in result.methods)
         than = "; no single device can hold it" if tried else ""
         return f"on {names}, {result.step_seconds:.3g} s a step{than}"
-    return f"on {names}, {result.step_seconds:.3g} s a step, {gain:.2f} times as fast as on one"
+    times = f"{gain:.2f} times as fast as on one"
+    instead = f", but {result.simple_answer}" if result.simple_answer else ""
+    return f"on {names}, {result.step_seconds:.3g} s a step, {times}{instead}"

@@ -75,24 +75,9 @@ def test_the_guard_ends_who_belongs_to_ray_and_nobody_else(tmp_path: Path) -> No
             process.communicate()
 
 
-def test_ctrl_c_saves_the_best_and_leaves_nothing(graph: Path) -> None:
-    arguments = (
-        "place", graph, "-c", "k80x4", "-m", "single,random", "--workers", "2", "-b", "1h",
-        "-o", "out",
-    )  # fmt: skip
-    with driver(*arguments) as process:
-        until(lambda: len(lines("out/journal.jsonl")) >= 100)
-        started = processes(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait() == 130
-        until(lambda: gone(started))
-    summary = json.loads(Path("out/summary.json").read_text())
-    assert summary["interrupted"]
-    assert Path("out/placement.json").exists()
-    assert len(lines("out/journal.jsonl")) == summary["trials"]
-
-
-def test_nobody_else_gets_into_ray(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_gets_into_ray_and_ctrl_c_leaves_nothing_but_the_best(
+    graph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     temporary = tempfile.mkdtemp(prefix="pw", dir="/tmp")  # short: names of sockets are limited
     monkeypatch.setenv("TMPDIR", temporary)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
@@ -102,7 +87,7 @@ def test_nobody_else_gets_into_ray(graph: Path, monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     try:
         with driver(*arguments) as process:
-            until(lambda: len(lines("out/journal.jsonl")) >= 20)
+            until(lambda: len(lines("out/journal.jsonl")) >= 100)
             (folder,) = Path(temporary).glob("placewright-ray-*")
             assert folder.stat().st_mode & 0o077 == 0
             started = [process.pid, *processes(process.pid)]
@@ -125,12 +110,18 @@ def test_nobody_else_gets_into_ray(graph: Path, monkeypatch: pytest.MonkeyPatch)
                     [*command, head], env={**os.environ, **keys}, capture_output=True
                 )
                 assert (asked.returncode == 0) == welcome, (token, asked.stderr)
+            started = processes(process.pid)
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait() == 130
+            until(lambda: gone(started))
             until(lambda: not folder.exists())
     finally:
         until(lambda: not os.listdir(temporary))
         os.rmdir(temporary)
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["interrupted"]
+    assert Path("out/placement.json").exists()
+    assert len(lines("out/journal.jsonl")) == summary["trials"]
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.gpu,
     # What torch keeps of traced modules is collected at odd times, and says so.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    # Of torch itself, where its compiler is first imported.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 

@@ -78,18 +78,7 @@ class Reference:
         self.follower: dict[int, int] = {}
         """Op -> the next one on its device, where devices keep to the program's order."""
         if cluster.in_order:
-            for number in range(cluster.num_devices):
-                mine = [
-                    op
-                    for op, device in enumerate(self.device)
-                    if device == number
-                    # What is there from the start waits for nobody.
-                    and (self.missing[op] or problem.busy_seconds[device, op] > 0)
-                ]
-                for op, following in itertools.pairwise(mine):
-                    self.follower[op] = following
-                for op in mine[1:]:
-                    self.missing[op] += 1
+            self._keep_in_order()
         self.stored: dict[tuple[int, int, int], float] = {}
         """(op, tensor, memory) -> when a tensor that is relayed is there."""
         self.out = Outcome()
@@ -154,6 +143,20 @@ class Reference:
         """Chips on which ops have begun or ended."""
         self.due = [0.0] * len(self.servers)
         """When the first in the queue ends, by the clock of its chip."""
+
+    def _keep_in_order(self) -> None:
+        for number in range(self.problem.num_devices):
+            mine = [
+                op
+                for op, device in enumerate(self.device)
+                if device == number
+                # What is there from the start waits for nobody.
+                and (self.missing[op] or self.problem.busy_seconds[device, op] > 0)
+            ]
+            for op, following in itertools.pairwise(mine):
+                self.follower[op] = following
+            for op in mine[1:]:
+                self.missing[op] += 1
 
     # --- weights that travel ---
 

@@ -21,7 +21,7 @@ from placewright.simulator import (
     lower_bounds,
     makeup,
     over_orders,
-    ranked_finalists,
+    shortlisted,
 )
 from placewright.simulator.makeup import described, range_line
 from placewright.simulator.timeline import Delay, Parts
@@ -183,7 +183,7 @@ def test_a_speed_up_that_rests_on_overhead_says_so() -> None:
     assert made.speed_up == 2.0
     assert made.speed_up_without_overhead == 1.0
     assert made.lines() == [
-        "of the step, 100% is overhead",
+        "along the critical path of the step, 100% is overhead",
         "the speed-up comes from spreading overhead (issuing ops, gaps between kernels) over "
         "devices: without overhead, 1.00x is left",
     ]
@@ -203,7 +203,7 @@ def test_gaps_between_kernels_are_overhead_too() -> None:
 def test_without_a_reference_only_the_parts_are_told() -> None:
     problem = issued({"a": 3.0}, [], "none", overhead={"a": 1.0})
     made = makeup(problem, Placement.of(problem, [0]))
-    assert made.lines() == ["of the step, 75% is computing, 25% overhead"]
+    assert made.lines() == ["along the critical path of the step, 75% is computing, 25% overhead"]
     assert described(Parts(0, 0, 0, 0)) == "nothing takes any time"
 
 
@@ -246,10 +246,10 @@ def test_finalists_are_ranked_by_their_mean() -> None:
 
     lucky, steady = trial([0, 0, 0, 1], 5.0), trial([0, 1, 1, 0], 5.0)
     failed, slow = trial([1, 1, 1, 1], None), trial([0, 0, 0, 0], 7.0)
-    ranked = ranked_finalists(problem, [lucky, failed, slow, steady, lucky], seed=1)
-    assert [finalist.trial for finalist in ranked] == [steady, lucky, slow]
-    assert ranked[0].range.mean_seconds == 5
-    assert len(ranked_finalists(problem, [lucky, slow, steady], most=2)) == 2
+    trials = [lucky, failed, slow, steady, lucky]
+    assert shortlisted(problem, trials, most=2, seed=1) == [steady, lucky]
+    assert shortlisted(problem, trials, most=1, seed=1) == [steady]
+    assert shortlisted(problem, trials) == [lucky, steady, slow]  # all there are
 
 
 def test_a_graph_that_costs_nothing() -> None:

@@ -11,7 +11,8 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -135,55 +136,26 @@ def is_graph_file(path: str | os.PathLike[str]) -> bool:
 # --- models --------------------------------------------------------------------------------------
 
 
-def load(
-    source: object,
-    *,
-    backend: str | None = None,
-    scale: str = "paper",
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    signature: str | None = None,
-    fetches: Sequence[str] = (),
-    loops: Mapping[str, int] | None = None,
-) -> Graph:
+def load(source: object, options: LoadOptions | None = None, **settings: Any) -> Graph:
     """A graph from a benchmark model's name, a file, a directory, or a live object.
 
     Args:
         source: name of a benchmark model; path of a graph file, GraphDef, MetaGraph or SavedModel;
             or a `tf.Graph`, ConcreteFunction, `tf.function` or compiled Keras model.
-        backend: name of the framework, where several have a model of that name.
-        scale: size of a benchmark model; means nothing for others.
-        batch: batch of a benchmark model; for others, the first dimension of every input that
-            leaves it open.
-        dims: sizes of other open dimensions: `{"x.1": 128}` for dimension 1 of input `x`, or
-            `{"x": 128}` where it has only one that is open.
-        signature: which signature of a SavedModel.
-        fetches: names of the ops or tensors that a step is run for; only what they need is kept.
-            By default the training step where one is known, otherwise everything.
-        loops: how often loops run of which the model does not tell: `{"lstm.*": 50}` for all whose
-            names contain a match of that regular expression. Goes before what the model says.
+        options: how it is read.
+        settings: single fields of `LoadOptions`, such as `batch=8`; they go before `options`.
     """
-    options = _options(backend, scale, batch, dims, signature, fetches, loops)
+    options = _options(options, settings)
     if isinstance(source, Graph):
         refuse("a graph", **{**vars(options), "scale": None})
         return source
     if is_path(source) and is_graph_file(source) and Path(source).is_file():
         refuse("a graph file", **{**vars(options), "scale": None})
         return Graph.load(Path(source))
-    return _reader_of(source, backend).load_graph(source, options)
+    return _reader_of(source, options.backend).load_graph(source, options)
 
 
-def load_program(
-    source: object,
-    *,
-    backend: str | None = None,
-    scale: str = "paper",
-    batch: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    signature: str | None = None,
-    fetches: Sequence[str] = (),
-    loops: Mapping[str, int] | None = None,
-) -> Program:
+def load_program(source: object, options: LoadOptions | None = None, **settings: Any) -> Program:
     """The same graph together with what it takes to run it; takes what `load` takes.
 
     Raises `ModelError` for what can be placed but not run: a graph file.
@@ -194,24 +166,17 @@ def load_program(
             f"{what}: a graph file says what a model costs but not what it computes, so it cannot "
             "be run; give the model itself"
         )
-    options = _options(backend, scale, batch, dims, signature, fetches, loops)
-    return _reader_of(source, backend).load(source, options)
+    options = _options(options, settings)
+    return _reader_of(source, options.backend).load(source, options)
 
 
-def _options(
-    backend: str | None,
-    scale: str,
-    batch: int | None,
-    dims: Mapping[str, int] | None,
-    signature: str | None,
-    fetches: Sequence[str],
-    loops: Mapping[str, int] | None,
-) -> LoadOptions:
-    fetches = (fetches,) if isinstance(fetches, str) else fetches
-    return LoadOptions(
-        backend=backend, scale=scale, batch=batch, dims=dims or {}, signature=signature,
-        fetches=fetches, loops=loops or {},
-    )  # fmt: skip
+def _options(options: LoadOptions | None, settings: Mapping[str, Any]) -> LoadOptions:
+    names = [entry.name for entry in fields(LoadOptions)]
+    for name in settings:
+        if name not in names:
+            raise TypeError(f"unknown setting {name!r}; there are {', '.join(names)}")
+    given = {name: value for name, value in settings.items() if value is not None}
+    return replace(options or LoadOptions(), **given)
 
 
 def _reader_of(source: object, name: str | None) -> Backend:

@@ -181,7 +181,7 @@ class Child:
 def serve(handle: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
     """The child's side: answers requests until there are no more, then ends the process."""
     parent, answers = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with(parent)
     for line in sys.stdin.buffer:
         answer = handle(json.loads(line))
         if answer is not None:
@@ -194,7 +194,8 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
     os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Ends this process when the one that started it does, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked

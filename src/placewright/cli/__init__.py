@@ -72,6 +72,7 @@ def _global_options(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and ends the process with its exit code."""
+    own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     arguments = arguments or ["--help"]
     given, arguments = _split_off(arguments)
@@ -98,7 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
         code = 130
     except OSError as error:  # of our own output: a full disk behind a redirection
         code = _complain(f"cannot write the output: {error.strerror}", debug)
-    sys.exit(code if isinstance(code, int) else 0)
+    code = code if isinstance(code, int) else 0
+    if own_process:
+        from placewright.stopping import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 _EVERYWHERE = {"--debug", "-q", "--quiet", "-v", "--verbose"}

@@ -101,7 +101,7 @@ def load_graph(model: str, options: LoadOptions) -> Graph:
     from placewright import backends
 
     with status(f"reading {model} ..."):
-        return backends.load(model, **vars(options))
+        return backends.load(model, options)
 
 
 def load_program(model: str, options: LoadOptions) -> Program:
@@ -112,7 +112,7 @@ def load_program(model: str, options: LoadOptions) -> Program:
     if backend is not None:
         backend.check_installed()
     with status(f"reading {model} ..."):
-        return backends.load_program(model, **vars(options))
+        return backends.load_program(model, options)
 
 
 def load_problem(graph: Graph, cluster: Cluster, config: ProblemConfig) -> Problem:

@@ -173,14 +173,17 @@ def _finish(result: Result, directory: str, output: Output) -> None:
     command = shlex.join(["placewright", *sys.argv[1:]])
     # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
     brief = result.interrupted and result.problem.graph.num_ops > _MOST_DRAWN
-    result.save(directory, command=command, trace=not brief)
-    if result.interrupted and not result.trials and not output.json:
-        common.console.print(f"stopped before anything was tried; {_how_to_go_on(directory)}")
+    nothing = result.interrupted and not result.trials
+    if not (nothing and brief and not is_begun(directory)):
+        result.save(directory, command=command, trace=not brief)
+    if nothing and not output.json:
+        go_on = f"; {_how_to_go_on(directory)}" if is_begun(directory) else ""
+        common.console.print(f"stopped before anything was tried{go_on}")
         raise typer.Exit(130)
     if output.json:
         common.print_json(result.summary(command))
     else:
-        _print_table(result.problem, result.table, result.best_single)
+        _print_table(result.problem, result.table, _single_seconds(result))
         _print_answer(result, directory, traced=not brief)
     if brief:
         common.console.print(
@@ -253,7 +256,7 @@ def compare(
     posed = common.load_problem(common.load_graph(model, load), machine, problem)
     table: list[dict[str, Any]] = []
     bounds: dict[str, float] = {}
-    single = None
+    single_seconds = None
     with stop_on_interrupt() as stopped:
         for name, config in configs.items():
             if stopped:
@@ -263,7 +266,7 @@ def compare(
             table.append(_as_one_row(name, result))
             bounds[name] = result.lower_bound_seconds
             if name == "single":
-                single = result.best_single
+                single_seconds = _single_seconds(result)
     # Op by op there are more placements than by groups, so that less is proven of all of them.
     by_ops = (
         {} if posed.refined is posed else {n: b for n, b in bounds.items() if configs[n].places_ops}
@@ -272,8 +275,10 @@ def compare(
     if as_json:
         common.print_json({"methods": table, "lower_bound_seconds": bound})
     else:
-        _print_table(posed, table, single)
-        common.console.print(f"no placement can be faster than {format_seconds(bound)}")
+        _print_table(posed, table, single_seconds)
+        by_groups = not by_ops and posed.refined is not posed
+        which = _which_placement(posed, by_groups=by_groups)
+        common.console.print(f"{which} can be faster than {format_seconds(bound)}")
     if stopped:
         raise typer.Exit(130)
 
@@ -397,27 +402,41 @@ def _found(trial: Trial | None) -> str:
 
 def _as_one_row(name: str, result: Result) -> dict[str, Any]:
     """A run of several methods (auto) or of one, as one row of the comparison."""
-    from placewright.session.result import row
     from placewright.session.search import MethodResult
 
     failed = next((r.best for r in result.methods if r.best is not None), None)
-    return row(
+    return result.row(
         MethodResult(
             method=name, best=result.best or failed, trials=result.trials, seconds=result.seconds
         )
     )
 
 
-def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> None:
+def _single_seconds(result: Result) -> float | None:
+    single = result.best_single
+    return None if single is None else result.seconds_of(single)
+
+
+_PARTS = {"compute": "comp.", "overhead": "over.", "waiting": "wait", "idle": "idle"}
+"""What devices do in a step, and the columns of that."""
+
+
+def _print_table(
+    problem: Problem, rows: list[dict[str, Any]], single_seconds: float | None
+) -> None:
     devices = problem.cluster.devices
+    made_of = any(entry["parts"] for entry in rows)
     # A column for each device where the terminal is wide enough, otherwise the fullest alone.
-    each = common.console.width >= 49 + 6 * len(devices)
+    taken = 49 + 6 * len(_PARTS) * made_of
+    each = common.console.width >= taken + 6 * len(devices)
     largest = max((max(r["peak_bytes"]) for r in rows if r["peak_bytes"]), default=0)
     unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("method", no_wrap=True)
     table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("speed-up", justify="right", no_wrap=True)
+    for heading in _PARTS.values() if made_of else ():
+        table.add_column(f"{heading}\n[dim]%[/dim]", justify="right", no_wrap=True)
     for heading in [device.name for device in devices] if each else ["fullest"]:
         table.add_column(
             f"{common.escaped(heading)}\n[dim]{unit}[/dim]", justify="right", no_wrap=True
@@ -431,8 +450,8 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             continue
         seconds = entry["step_seconds"]
         ratio = ""
-        if seconds is not None and single is not None:
-            ratio = f"{single.measurement.mean_seconds / seconds:.2f}x"
+        if seconds and single_seconds is not None:
+            ratio = f"{single_seconds / seconds:.2f}x"
         peaks = list(zip(entry["peak_bytes"], (d.memory_bytes for d in devices), strict=False))
         if not each:
             peaks = [max(peaks, key=lambda pair: pair[0] / pair[1])]
@@ -440,6 +459,7 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             entry["method"],
             format_seconds(seconds) if seconds is not None else entry["outcome"],
             ratio,
+            *(_shares(entry["parts"]) if made_of else ()),
             *(
                 f"[red]{peak / scale:.1f}[/red]" if peak > limit else f"{peak / scale:.1f}"
                 for peak, limit in peaks
@@ -449,10 +469,25 @@ def _print_table(problem: Problem, rows: list[dict[str, Any]], single: Any) -> N
             style="bold" if seconds is not None and seconds == fastest else None,
         )
     common.console.print(table)
+    if made_of:
+        common.console.print(
+            "[dim]comp., over., wait, idle: shares of the time of the devices in use that go into "
+            "computing, overhead, waiting for transfers, and nothing[/dim]"
+        )
     for entry in rows:
         if entry["peak_bytes"] is None:
             reason = entry["reason"] or "nothing new to propose within the budget"
             common.console.print(f"[dim]{entry['method']}: {common.escaped(reason)}[/dim]")
+
+
+def _shares(parts: dict[str, float] | None) -> list[str]:
+    total = sum(parts.values()) if parts else 0.0
+    return [f"{100 * parts[name] / total:.0f}" if parts and total else "" for name in _PARTS]
+
+
+def _which_placement(problem: Problem, *, by_groups: bool) -> str:
+    """Of which placements none can be faster than a bound."""
+    return f"no placement by these {problem.num_groups:,} groups" if by_groups else "no placement"
 
 
 def _how_to_go_on(directory: str) -> str:
@@ -470,6 +505,8 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     on = ", ".join(common.escaped(devices[d]) for d in used)
     step = format_seconds(result.step_seconds)
     how = "simulated"
+    if result.step_range is not None:
+        how = f"simulated, mean over {result.step_range.orders} orders of ties"
     if result.measured:
         half_width = result.best.measurement.half_width_seconds
         how = "measured once"
@@ -479,7 +516,8 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     single = result.best_single
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
-            say(f"{result.speed_up:.2f} times as fast as the best single device")
+            instead = f", but {result.simple_answer}" if result.simple_answer else ""
+            say(f"{result.speed_up:.2f} times as fast as the best single device{instead}")
         elif result.proven or any(
             entry.best and entry.method != "single" for entry in result.methods
         ):
@@ -494,8 +532,8 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
             f"groups ({result.problem.num_groups:,} of them)"
         )
     for other in result.references:
-        if other.measurement.ok and other.measurement.mean_seconds < result.step_seconds:
-            seconds = format_seconds(other.measurement.mean_seconds)
+        if other.measurement.ok and result.seconds_of(other) < result.step_seconds:
+            seconds = format_seconds(result.seconds_of(other))
             say(f"{other.placer}, tried besides, is faster: {seconds}")
     for turns in result.comparisons:
         spread = "" if turns.half_width is None else f" ± {turns.half_width:.3f}"
@@ -506,7 +544,8 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     elif result.proven or result.gap < 1e-6:
         say("that is proven to be optimal (in the simulator)")
     else:
-        say(f"no placement can be faster than {bound}: at most {result.gap:.1%} is left to gain")
+        which = _which_placement(result.problem, by_groups=result.bound_by_groups)
+        say(f"{which} can be faster than {bound}: at most {result.gap:.1%} is left to gain")
     if result.interrupted:
         say(f"stopped early; {_how_to_go_on(directory)}")
     drawn = f", its timeline in {folder}/trace.json" if traced else ""

@@ -79,6 +79,7 @@ def _facts(problem: Problem, placement: Placement, trace: str | None) -> dict[st
         "step_seconds": measurement.mean_seconds if measurement.ok else None,
         "reason": measurement.reason,
         "lower_bound_seconds": lower_bounds(problem).best,
+        "lower_bound_by": "op" if problem.refined is problem else "group",
         "costs": {
             kind: {_SOURCES[source]: count for source, count in counts.items() if count}
             for kind, counts in problem.costs.counts().items()
@@ -127,12 +128,14 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
         say(f"[red]{facts['outcome']}:[/red] {common.escaped(facts['reason'])}")
     else:
         bound = format_seconds(facts["lower_bound_seconds"])
+        by_groups = facts["lower_bound_by"] == "group"
+        which = f" by these {problem.num_groups:,} groups" if by_groups else ""
         say(
-            f"[bold]{format_seconds(facts['step_seconds'])}[/bold] a step (simulated); "
-            f"no placement can be faster than {bound}"
+            f"[bold]{format_seconds(facts['step_seconds'])}[/bold] a step (simulated, in the order "
+            f"of the graph where ops tie); no placement{which} can be faster than {bound}"
         )
     if "devices" in facts:
-        table = Table()
+        table = Table(title="what each device does in a step", title_justify="left")
         table.add_column("device")
         # Of a device with several slots, the mean of them: these add up to the step.
         for heading in ("groups", "computes", "overhead", "waits", "idle", "peak memory", "memory"):
@@ -147,10 +150,10 @@ def _print(problem: Problem, facts: dict[str, Any]) -> None:
             )
         say(table)
         say(f"{facts['transfers']:,} transfers of {format_bytes(facts['transferred_bytes'])}")
-        say(f"of the step, {described(Parts(**facts['parts']))}")
         path = facts["critical_path"]
         say(
-            f"critical path: {path['ops']:,} ops for {format_seconds(path['op_seconds'])}, "
+            f"along the critical path, {described(Parts(**facts['parts']))}: "
+            f"{path['ops']:,} ops for {format_seconds(path['op_seconds'])}, "
             f"{path['transfers']:,} transfers for "
             f"{format_seconds(path['transfer_seconds'])}"
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
+from placewright.backends.processes import die_with
 from placewright.placers.exact import Found, Machine, Schedule, predecessors
 from placewright.problem import Problem
 
@@ -24,6 +25,7 @@ from placewright.problem import Problem
 def main() -> None:
     started = time.monotonic()
     request = json.load(sys.stdin)
+    die_with(request["parent"])
     model = _Model(Machine(Problem.load(sys.argv[1])), request["start"])
     # Model building counts too; a solver with no time at all would not even answer.
     found = model.solve(

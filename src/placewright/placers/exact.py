@@ -17,6 +17,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -169,6 +170,7 @@ class Exact(Placer):
         with tempfile.TemporaryDirectory(prefix="placewright-") as folder:
             self.problem.save(Path(folder) / "problem.json")
             request: dict[str, Any] = {
+                "parent": os.getpid(),
                 "start": start,
                 "seconds": max(0.01, deadline - time.monotonic()),
                 "work": self.config.max_work,

@@ -199,8 +199,9 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     bound = summary["lower_bound_seconds"]
     if step is not None and bound > 0:
         gap = max(0.0, 1 - bound / step)
-        note = f"lower bound {format_seconds(bound)}"
-        value = "optimal" if gap < 1e-6 else f"≤ {gap:.0%}"
+        by_groups = " of these groups" if summary.get("lower_bound_by") == "group" else ""
+        note = f"lower bound {format_seconds(bound)}{by_groups}"
+        value = "optimal" if gap < 1e-6 else f"≤ {gap:.1%}"
         tiles.append(_tile(value, "left to gain", note))
     full = words.tightest(run)
     if full is not None:

@@ -122,15 +122,19 @@ def answer(run: Run) -> str:
             parts.append("no single device can run it")
     if parts:
         text += f": {listed(parts)}"
+    if run.summary.get("simple_answer"):
+        text += f"; but {run.summary['simple_answer']}"
     bound = run.summary["lower_bound_seconds"]
     if bound <= 0:
         pass  # nothing is proven of times that were measured
     elif bound >= step * (1 - 1e-6):
         text += "; that is proven to be optimal in the simulator"
     else:
+        by_groups = run.summary.get("lower_bound_by") == "group"
+        which = f" by these {plural(run.searched.num_groups, 'group')}" if by_groups else ""
         text += (
-            f"; no placement can take less than {format_seconds(bound)}, so at most "
-            f"{1 - bound / step:.0%} is left to gain"
+            f"; no placement{which} can take less than {format_seconds(bound)}, so at most "
+            f"{1 - bound / step:.1%} is left to gain"
         )
     full = tightest(run)
     if full is not None:
@@ -153,7 +157,7 @@ def basis(run: Run) -> str:
     if not run.measured:
         known = bool((run.problem.costs.source >= Source.GRAPH).any())
         costs = "costs that were given with the model" if known else "estimated costs"
-        return f"All times are simulated, under {costs}."
+        return f"All times are simulated, under {costs}{_orders(run)}."
     if run.calibrated:
         costs = "costs calibrated to this machine by the run"
     elif (run.problem.costs.source >= Source.GRAPH).any():
@@ -170,6 +174,18 @@ def basis(run: Run) -> str:
         if run.calibrated:
             text += ", which is among the runs they were fitted to"
     return text + "."
+
+
+def _orders(run: Run) -> str:
+    """Which times are of one order of ties, and which of several."""
+    orders = run.summary.get("step_orders", 1)
+    if run.timeline is None or not orders or orders == 1:
+        return ", in one order of ops that are ready at the same moment"
+    return (
+        f": step times are means over {orders} orders of ops that are ready at the same moment; "
+        f"timelines and what is said of them are of one, that of the graph "
+        f"({format_seconds(run.timeline.step_seconds)})"
+    )
 
 
 # --- why -----------------------------------------------------------------------------------------
@@ -235,13 +251,14 @@ def _made_of(run: Run) -> list[str]:
     assert run.timeline is not None
     timeline = run.timeline
     lines = [
-        f"{device.name}: {described(parts)}."
+        f"{device.name}: of its time, {described(parts)}."
         for device, parts in zip(
             timeline.problem.cluster.devices, timeline.device_parts, strict=True
         )
         if parts.compute or parts.overhead
     ]
-    lines.append(f"Of the step as a whole, {described(timeline.path_parts)}.")
+    lines.append(f"Along the critical path of the step, {described(timeline.path_parts)}.")
+    lines += [f"{remark[0].upper()}{remark[1:]}." for remark in run.summary.get("remarks", ())]
     made = run.summary.get("makeup") or {}
     if made.get("rests_on_overhead"):
         lines.append(
@@ -340,9 +357,12 @@ def _versus_expert(run: Run) -> list[str]:
     if expert.placement == best.placement:
         return ["It is the expert's placement."]
     names = run.problem.cluster.device_names
+    rows = {} if run.measured else {row["method"]: row for row in run.summary["methods"]}
+    its, ours = rows.get("expert", {}).get("step_seconds"), run.summary["step_seconds"]
+    if not its or not ours:  # of real runs, or it was not tried: one order of ties, both
+        its, ours = expert.step_seconds, best.step_seconds
     lines = [
-        f"Its step takes {format_seconds(expert.step_seconds)} against "
-        f"{format_seconds(best.step_seconds)} in the simulator."
+        f"Its step takes {format_seconds(its)} against {format_seconds(ours)} in the simulator."
     ]
     here, there = analysis.loads(best), analysis.loads(expert)
     worst_here = max(range(len(here)), key=lambda d: here[d].compute_seconds)

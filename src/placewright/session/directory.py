@@ -8,10 +8,11 @@ placement, costs and trace, and last `summary.json`, which names the digests of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -123,9 +124,14 @@ def not_as_named(folder: Path, summary: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def open_journal(
-    directory: str | Path | None, problem: Problem, how: How
+    directory: str | Path | None,
+    problem: Problem,
+    how: How,
+    patiently: Callable[[Callable[[], None]], None] = lambda function: function(),
 ) -> Iterator[Journal | None]:
     """The journal of a directory, which is made if need be; none without a directory.
+
+    `patiently` calls what may take seconds, such as writing a large problem.
 
     Raises for a run that began in another way, or whose simulated times are of other costs.
     """
@@ -155,7 +161,7 @@ def open_journal(
             # Opened first: where it is of something else, the directory stays as it is.
             journal = opened.enter_context(Journal(folder / JOURNAL_FILE, problem))
         # At the beginning, so that also a run that is killed can be looked at and continued.
-        problem.save(folder / PROBLEM_FILE)
+        patiently(functools.partial(problem.save, folder / PROBLEM_FILE))
         write_json(folder / RUN_FILE, described, SearchError)
         yield journal or opened.enter_context(Journal(folder / JOURNAL_FILE, problem))
 

@@ -46,6 +46,11 @@ from placewright.stopping import never
 
 logger = logging.getLogger(__name__)
 
+NOTHING_SEARCHED = (
+    "nothing was searched: what the references took left no budget for it; the answer is the best "
+    "of them"
+)
+
 
 class Session:
     """A search, from what was asked for to what was found. Nothing else drives one.
@@ -229,6 +234,7 @@ class Session:
                 )  # fmt: skip
                 rounds.prepare()
             real.measure(real.unmeasured_references())
+            had_room = real.has_room_to_search
             if rounds is not None and self.evaluate == BOTH:
                 rounds.run()
             else:
@@ -240,7 +246,10 @@ class Session:
                 # them.
                 rounds.correct()
             found = None if rounds is None else rounds.found()
-            return real.result(self.evaluate, found)
+            result = real.result(self.evaluate, found)
+            if had_room or real.stop() or not real.only_references(self.config.chosen.names):
+                return result
+            return replace(result, remarks=(NOTHING_SEARCHED,))
 
     def _search_real(self, real: RealRuns, rounds: Rounds | None) -> None:
         problem, previous = self.problem, None

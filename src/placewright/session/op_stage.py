@@ -217,4 +217,5 @@ def merged(parts: Sequence[Progress], budget: Budget) -> Progress:
         result.metrics_of |= part.metrics_of
         result.fault = result.fault or part.fault
         result.proven = part.proven
+        result.contenders.trials += part.contenders.near_the_best()
     return result

@@ -133,6 +133,17 @@ class RealRuns:
         final = self.rounds.final_rounds * (self.rounds.finalists + len(REFERENCES))
         return min(final, (self.progress.trials + self.runs_left) / 2)
 
+    @property
+    def has_room_to_search(self) -> bool:
+        """Whether anything can be tried that leaves enough for the final."""
+        return self.before_the_final() is not None and self.runs_left >= self.runs_reserved + 1
+
+    def only_references(self, methods: Sequence[str]) -> bool:
+        """Whether nothing else was tried, though there are other methods."""
+        others = set(methods) - set(REFERENCES)
+        tried = {name for name, count in self.progress.trials_of.items() if count}
+        return bool(others) and tried <= set(REFERENCES)
+
     def before_the_final(self) -> Budget | None:
         """What is left to search with; the trials so far count, as those of a journal do."""
         reserved = self.runs_reserved

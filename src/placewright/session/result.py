@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,9 @@ from placewright.session.directory import (
 )
 from placewright.session.finals import Comparison
 from placewright.session.search import MethodResult
-from placewright.simulator import Makeup, Simulator, StepRange
+from placewright.simulator import Makeup, Parts, Simulator, StepRange
 from placewright.simulator.makeup import range_line
+from placewright.units import format_seconds
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
@@ -57,8 +58,12 @@ class Result:
     """What was found out about the costs on the way, where that was."""
     comparisons: tuple[Comparison, ...] = ()
     """The answer against the best single device and the expert's placement, measured in turns."""
-    step_range: StepRange | None = None
-    """Of the answer, over several orders of ties; None where the times are of real runs."""
+    ranges: Mapping[Placement, StepRange] = field(default_factory=dict)
+    """Step times over several orders of ties of the answer, of each method's best, and of the
+    references. Empty where times are of real runs, and where a stop left no time for it."""
+    parts: Mapping[Placement, Parts] = field(default_factory=dict)
+    """What the devices that are used do in the steps of the same, the mean of them; empty where
+    times are of real runs, and for large graphs."""
     makeup: Makeup | None = None
     """What the answer's step is made of; None where the times are of real runs, and for a
     large graph whose search was stopped."""
@@ -67,6 +72,10 @@ class Result:
     to compare the answer with."""
     proven: bool = False
     """Whether the search ended because the best is proven to be optimal."""
+    bound_by_groups: bool = False
+    """Whether the lower bound holds for these groups only: other groupings are other placements."""
+    remarks: tuple[str, ...] = ()
+    """What else has to be known of how it was found."""
 
     @property
     def placed(self) -> Problem:
@@ -85,7 +94,7 @@ class Result:
         found = [m.best for m in self.methods if m.best is not None and m.best.measurement.ok]
         found += [trial for trial in self.references if trial.measurement.ok]
         by_groups = [
-            trial.measurement.mean_seconds
+            self.seconds_of(trial)
             for trial in found
             if trial.placement.space == self.problem.space.fingerprint
         ]
@@ -98,6 +107,24 @@ class Result:
         return self.evaluate != SIMULATE
 
     @property
+    def step_range(self) -> StepRange | None:
+        """Of the answer, over several orders of ties."""
+        return None if self.best is None else self.ranges.get(self.best.placement)
+
+    @property
+    def step_orders(self) -> int | None:
+        """Of how many orders of ties step times are the means; None where they are of real runs."""
+        if self.measured:
+            return None
+        return 1 if self.step_range is None else self.step_range.orders
+
+    def seconds_of(self, trial: Trial) -> float:
+        """The step time of a method's best or a reference, as all figures here have it: the mean
+        over several orders of ties where it is simulated."""
+        found = self.ranges.get(trial.placement)
+        return trial.measurement.mean_seconds if found is None else found.mean_seconds
+
+    @property
     def placement(self) -> Placement:
         if self.best is None:
             raise SearchError(self.why_none())
@@ -107,9 +134,7 @@ class Result:
     def step_seconds(self) -> float:
         if self.best is None:
             raise SearchError(self.why_none())
-        if self.step_range is not None:
-            return self.step_range.mean_seconds
-        return self.best.measurement.mean_seconds
+        return self.seconds_of(self.best)
 
     @property
     def trials(self) -> int:
@@ -128,28 +153,60 @@ class Result:
         single = self.best_single
         if single is None or not self.best or not self.step_seconds:
             return None
-        return single.measurement.mean_seconds / self.step_seconds
+        return self.seconds_of(single) / self.step_seconds
 
     @property
     def gap(self) -> float:
         """By what share the answer could still be improved at most: 0.2 for 20%."""
         if self.best is None:
             raise SearchError(self.why_none())
-        # What is proven is proven in the order of ties of the graph.
-        seconds = self.best.measurement.mean_seconds
-        return 1.0 - self.lower_bound_seconds / seconds if seconds else 0.0
+        seconds = self.step_seconds
+        return max(0.0, 1.0 - self.lower_bound_seconds / seconds) if seconds else 0.0
 
     def notes(self) -> list[str]:
-        """What has to be known beside the step time: what the step is made of, what a speed-up
-        rests on, and how sure the figure is."""
-        lines = self.makeup.lines() if self.makeup else []
+        """What has to be known beside the step time: how it was found, what the step is made of,
+        and how sure the figure is."""
+        lines = [*self.remarks, *(self.makeup.lines() if self.makeup else [])]
         unsure = range_line(self.step_range) if self.step_range else ""
         return [*lines, unsure] if unsure else lines
 
     @property
+    def simple_answer(self) -> str:
+        """What does as well as the answer whose speed-up is only overhead that several devices
+        share: one device and less overhead. Empty for any other."""
+        makeup, single = self.makeup, self.best_single
+        if makeup is None or single is None or not makeup.is_only_overhead:
+            return ""
+        device = self.problem.cluster.device_names[single.placement.main_device]
+        seconds = format_seconds(self.seconds_of(single))
+        return (
+            f"everything on {device} ({seconds}) with less overhead, by a captured graph or a "
+            "larger batch, does as well"
+        )
+
+    @property
     def table(self) -> list[dict[str, Any]]:
         """One row for each method, as in `summary.json` and `placewright compare --json`."""
-        return [row(result) | {"main_device": self._main_device(result)} for result in self.methods]
+        return [
+            self.row(result) | {"main_device": self._main_device(result)} for result in self.methods
+        ]
+
+    def row(self, result: MethodResult) -> dict[str, Any]:
+        """What a method found. Its time is the mean over several orders of ties, as that of the
+        answer."""
+        best = result.best
+        measurement = best.measurement if best else None
+        parts = self.parts.get(best.placement) if best else None
+        return {
+            "method": result.method,
+            "step_seconds": self.seconds_of(best) if best and best.measurement.ok else None,
+            "outcome": measurement.outcome.value if measurement else "nothing proposed",
+            "peak_bytes": list(measurement.peak_bytes) if measurement else None,
+            "parts": parts._asdict() if parts else None,
+            "reason": measurement.reason if measurement else result.why_not,
+            "trials": result.trials,
+            "search_seconds": result.seconds,
+        }
 
     def _main_device(self, result: MethodResult) -> str | None:
         if result.best is None:
@@ -216,11 +273,15 @@ class Result:
             "outcome": best.outcome.value if best else "no placement ran",
             "method": self.best.placer if self.best else None,
             "step_seconds": self.step_seconds if best else None,
+            "step_orders": self.step_orders,
             "step_range": asdict(self.step_range) if self.step_range else None,
             "makeup": self.makeup.to_json() if self.makeup else None,
             "half_width_seconds": best.half_width_seconds if best else None,
             "peak_bytes": list(best.peak_bytes) if best else None,
             "lower_bound_seconds": self.lower_bound_seconds,
+            "lower_bound_by": "group" if self.bound_by_groups else "op",
+            "remarks": list(self.remarks),
+            "simple_answer": self.simple_answer,
             "speed_up_over_single": self.speed_up,
             "placed_by": "op" if self.placed is not self.problem else "group",
             "gain_over_groups": self.gain_over_groups,
@@ -228,9 +289,7 @@ class Result:
             "references": [
                 {
                     "method": trial.placer,
-                    "step_seconds": trial.measurement.mean_seconds
-                    if trial.measurement.ok
-                    else None,
+                    "step_seconds": self.seconds_of(trial) if trial.measurement.ok else None,
                     "outcome": trial.measurement.outcome.value,
                 }
                 for trial in self.references
@@ -269,17 +328,3 @@ class Result:
                 found.pop(COSTS_FILE, None)  # somebody's
             summary = self.summary(command) | {"files": found}
             write_json(folder / SUMMARY_FILE, summary, SearchError)
-
-
-def row(result: MethodResult) -> dict[str, Any]:
-    measurement = result.best.measurement if result.best else None
-    ok = measurement is not None and measurement.ok
-    return {
-        "method": result.method,
-        "step_seconds": measurement.mean_seconds if measurement and ok else None,
-        "outcome": measurement.outcome.value if measurement else "nothing proposed",
-        "peak_bytes": list(measurement.peak_bytes) if measurement else None,
-        "reason": measurement.reason if measurement else result.why_not,
-        "trials": result.trials,
-        "search_seconds": result.seconds,
-    }

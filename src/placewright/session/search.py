@@ -17,6 +17,7 @@ from placewright.evaluators.base import Evaluator, Request
 from placewright.measurement import Measurement, Trial, better
 from placewright.placement import Placement
 from placewright.placers.base import Again, Placer
+from placewright.session.contenders import Contenders
 from placewright.session.metrics import MetricsLog
 from placewright.stopping import Stopped, Worker, never
 
@@ -89,6 +90,8 @@ class Progress:
     """What broke the measuring itself, where that ended the search."""
     proven: bool = False
     """Whether the best is proven to be optimal, which ended the search."""
+    contenders: Contenders = field(default_factory=Contenders)
+    """Trials near the best, of which the answer is chosen where times are simulated."""
 
     @property
     def elapsed_seconds(self) -> float:
@@ -117,6 +120,7 @@ class Progress:
         self.trials_of[trial.placer] += 1
         self.best = better(self.best, trial)
         self.best_of[trial.placer] = better(self.best_of.get(trial.placer), trial)
+        self.contenders.add(trial)
 
 
 class Record(Protocol):
@@ -330,6 +334,8 @@ class _Turn:
         """What it was not told of yet."""
         self.trying: dict[Placement, None] = {}
         """Those of them that nobody had tried before."""
+        self.told_again: set[tuple[Placement, int]] = set()
+        """What was told once more out of the record, and how many times were known then."""
         self.idle = 0
         self.checkpointed = time.monotonic()
 
@@ -427,8 +433,11 @@ class _Turn:
         for placement, known in dict.fromkeys(again):
             later = every.later.get(placement, ())
             if 0 < known <= len(later):  # the journal of a run that goes on has it
-                asked.append(placement)
-                answers.append(later[known - 1])
+                # Once: a placer that passes over a time which equals one it knows asks on and on.
+                if (placement, known) not in self.told_again:
+                    self.told_again.add((placement, known))
+                    asked.append(placement)
+                    answers.append(later[known - 1])
             elif len(new) < room and placement not in self.trying and placement not in new:
                 new[placement] = known
         if new:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,9 +28,20 @@ from placewright.session import op_stage
 from placewright.session.config import SIMULATE, SearchConfig
 from placewright.session.directory import open_journal
 from placewright.session.result import Result
-from placewright.session.search import ROUNDING, Progress, Record, search
-from placewright.simulator import LowerBounds, lower_bounds, makeup, ranked_finalists
-from placewright.stopping import Stopped, Worker, never
+from placewright.session.search import ROUNDING, MethodResult, Progress, Record, search
+from placewright.simulator import (
+    LowerBounds,
+    Makeup,
+    Parts,
+    Simulator,
+    StepRange,
+    lower_bounds,
+    makeup,
+    over_orders,
+    shortlisted,
+)
+from placewright.simulator.makeup import parts_of_used
+from placewright.stopping import GRACE_SECONDS, Stopped, Worker, never
 
 _R = TypeVar("_R")
 
@@ -38,7 +50,9 @@ _CHECKED_OTHERS = 12
 """Trials of a journal that are simulated again before any of it is believed: enough to notice a
 journal of another simulator, in far less time than it took to try them all."""
 _MOST_EXPLAINED = 50_000
-"""Ops of whose step can be said within a second or two what it is made of."""
+"""Ops of whose steps can be said within a second or two what they are made of."""
+_GRACE_AT_THE_END_SECONDS = 1.0
+"""How long whoever stopped the search waits for each of the figures beside the answer."""
 
 
 @dataclass(kw_only=True)
@@ -102,7 +116,7 @@ class SimulatedSearch:
         if not by_ops or self.config.policy is not None:
             # What is wrong with a policy's file is said before a directory is made.
             self.placers = self._patiently(functools.partial(self.make_placers, limits))
-        with open_journal(self.directory, problem, SIMULATE) as journal:
+        with open_journal(self.directory, problem, SIMULATE, self._patiently) as journal:
             if journal is not None and self.exact:
                 self._patiently(functools.partial(check_simulated, problem, journal))
             self.started = time.monotonic()
@@ -151,54 +165,52 @@ class SimulatedSearch:
                 found.append(best)
         return tuple(found)
 
-    def _patiently(self, function: Callable[[], _R]) -> _R:
-        """Calls it so that it can be abandoned after a stop; raises `Stopped` then."""
+    def _patiently(self, function: Callable[[], _R], grace_seconds: float = GRACE_SECONDS) -> _R:
+        """Calls it so that it can be abandoned some seconds after a stop; raises `Stopped` then."""
         if self.stop is never:
             return function()
-        worker = Worker()
+        worker = Worker(grace_seconds)
         try:
             return worker.run(function, self.stop)
         finally:
             worker.close()
 
+    # --- what came of it ---
+
     def _result(self, progress: Progress) -> Result:
-        best: Trial | None = None
-        found = [result.best for result in progress.results() if result.best is not None]
-        for trial in found:
-            if trial.measurement.ok:
-                best = better(best, trial)
-        step_range = composition = None
-        bound, proven = self.bound_seconds, False
-        if best is not None:
-            placed = self.problem
-            if best.placement.space != placed.space.fingerprint:
-                placed = placed.refined
-            if not self._by_ops or self.problem.refined is self.problem:
-                # What a placer proved may be better than the general bounds.
-                proved = [placer.notes.lower_bound_seconds for placer in self.placers]
-                bound = max([bound, *proved])
-            # A proof by groups proves nothing where ops are placed one by one as well.
-            reached = best.measurement.mean_seconds <= bound * (1.0 + ROUNDING)
-            proven = progress.proven and reached
-            of_its_kind = [t for t in found if t.placement.space == best.placement.space]
-            best, step_range = ranked_finalists(placed, of_its_kind, seed=self.config.seed)[0]
-            singles = [t for t in (*found, *self.references) if t.placer == "single"]
-            single = next((t for t in singles if t.measurement.ok), None)
-            reference = None if single is None else single.placement
-            if reference is not None and placed is not self.problem:
-                reference = Placement.of(placed, self.problem.lifted(reference.devices))
-            # Whoever stopped it waits.
-            if not self.stop() or placed.graph.num_ops <= _MOST_EXPLAINED:
-                composition = makeup(placed, best.placement, reference)
-            # Proofs and simulation round differently in the last digits.
-            bound = min(bound, best.measurement.mean_seconds)
+        methods = progress.results()
+        found = [m.best for m in methods if m.best is not None and m.best.measurement.ok]
+        ranges: dict[Placement, StepRange] = {}
+        if found:
+            with contextlib.suppress(Stopped):
+                ranges = self._patiently(
+                    functools.partial(self._ranges, progress), _GRACE_AT_THE_END_SECONDS
+                )
+        first = min(found, key=lambda trial: trial.measurement.mean_seconds, default=None)
+        bound, proven = self._bound(progress, first)
+        if ranges:
+            methods = [self._by_the_mean(m, progress, ranges, bound, proven) for m in methods]
+        best = min(
+            (m.best for m in methods if m.best is not None and m.best.measurement.ok),
+            key=lambda trial: _rank(trial, ranges),
+            default=None,
+        )
+        makeup_of_best = None
+        parts: dict[Placement, Parts] = {}
+        with contextlib.suppress(Stopped):
+            if best is not None:
+                makeup_of_best, parts = self._patiently(
+                    functools.partial(self._made_of, best, methods), _GRACE_AT_THE_END_SECONDS
+                )
         return Result(
             problem=self.problem,
             best=best,
-            step_range=step_range,
-            makeup=composition,
-            methods=tuple(progress.results()),
+            ranges=ranges,
+            parts=parts,
+            makeup=makeup_of_best,
+            methods=tuple(methods),
             lower_bound_seconds=bound,
+            bound_by_groups=not self._by_ops and self.problem.refined is not self.problem,
             seconds=time.monotonic() - self.started,
             seed=self.config.seed,
             interrupted=self.stop(),
@@ -206,6 +218,106 @@ class SimulatedSearch:
             references=tuple(t for t in self.references if t.placer not in progress.trials_of),
             proven=proven,
         )
+
+    def _bound(self, progress: Progress, first: Trial | None) -> tuple[float, bool]:
+        """What no placement can be faster than, and whether the first in the graph's order of ties
+        is as fast."""
+        bound = self.bound_seconds
+        if first is None:
+            return bound, False
+        if not self._by_ops or self.problem.refined is self.problem:
+            # What a placer proved may be better than the general bounds.
+            proved = [placer.notes.lower_bound_seconds for placer in self.placers]
+            bound = max([bound, *proved])
+        seconds = first.measurement.mean_seconds
+        # A proof by groups proves nothing where ops are placed one by one as well.
+        proven = progress.proven and seconds <= bound * (1.0 + ROUNDING)
+        # Proofs and simulation round differently in the last digits.
+        return min(bound, seconds), proven
+
+    def _ranges(self, progress: Progress) -> dict[Placement, StepRange]:
+        """Step times over several orders of ties: of the best of each method, of the references,
+        and of those of all trials near the best that other orders say most for."""
+        bests = [m.best for m in progress.results() if m.best is not None]
+        bests = [trial for trial in (*bests, *self.references) if trial.measurement.ok]
+        others = progress.contenders.near_the_best()
+        seed = self.config.seed
+        ranges: dict[Placement, StepRange] = {}
+        for posed in _posed(self.problem, {t.placement.space for t in (*bests, *others)}):
+            space = posed.space.fingerprint
+            simulator = Simulator(posed)
+            chosen = shortlisted(
+                posed, [t for t in others if t.placement.space == space],
+                seed=seed + 1, simulator=simulator,
+            )  # fmt: skip
+            chosen += [trial for trial in bests if trial.placement.space == space]
+            placements = list(dict.fromkeys(trial.placement for trial in chosen))
+            found = over_orders(posed, placements, seed=seed, simulator=simulator)
+            ranges.update(zip(placements, found, strict=True))
+        return ranges
+
+    def _by_the_mean(
+        self,
+        method: MethodResult,
+        progress: Progress,
+        ranges: Mapping[Placement, StepRange],
+        bound: float,
+        proven: bool,
+    ) -> MethodResult:
+        """The same with the best by the mean over orders of ties; where the optimum is proven, of
+        those that reach it."""
+        if method.best is None or not method.best.measurement.ok:
+            return method
+        most = bound * (1.0 + ROUNDING) if proven else math.inf
+        own = [
+            trial
+            for trial in progress.contenders.near_the_best()
+            if trial.placer == method.method
+            and trial.placement in ranges
+            and trial.measurement.mean_seconds <= most
+        ]
+        best = min([method.best, *own], key=lambda trial: _rank(trial, ranges))
+        return replace(method, best=best)
+
+    def _made_of(
+        self, best: Trial, methods: Sequence[MethodResult]
+    ) -> tuple[Makeup | None, dict[Placement, Parts]]:
+        """What the steps of the answer and of each method's best are made of; nothing for a large
+        graph after a stop, as whoever stopped it waits."""
+        placed = self._posed_for(best)
+        ops = placed.graph.num_ops
+        if self.stop() and ops > _MOST_EXPLAINED:
+            return None, {}
+        singles = [m.best for m in methods if m.method == "single" and m.best is not None]
+        singles += [trial for trial in self.references if trial.placer == "single"]
+        single = next((trial for trial in singles if trial.measurement.ok), None)
+        reference = None if single is None else single.placement
+        if reference is not None and placed is not self.problem:
+            reference = Placement.of(placed, self.problem.lifted(reference.devices))
+        made = makeup(placed, best.placement, reference, seed=self.config.seed)
+        parts: dict[Placement, Parts] = {}
+        if ops * len(methods) <= _MOST_EXPLAINED:
+            simulators: dict[str, Simulator] = {}
+            for trial in (m.best for m in methods):
+                if trial is None or not trial.measurement.ok:
+                    continue
+                posed = self._posed_for(trial)
+                simulator = simulators.setdefault(trial.placement.space, Simulator(posed))
+                parts[trial.placement] = parts_of_used(simulator.timeline(trial.placement))
+        return made, parts
+
+    def _posed_for(self, trial: Trial) -> Problem:
+        own = trial.placement.space == self.problem.space.fingerprint
+        return self.problem if own else self.problem.refined
+
+
+def _rank(trial: Trial, ranges: Mapping[Placement, StepRange]) -> tuple[bool, float, float]:
+    """Those first that fit into memory in every order, then by the mean, then in the graph's."""
+    seconds = trial.measurement.mean_seconds
+    found = ranges.get(trial.placement)
+    if found is None:
+        return False, seconds, seconds
+    return found.overflows > 0, found.mean_seconds, seconds
 
 
 def check_simulated(problem: Problem, journal: Journal) -> None:

@@ -3,11 +3,10 @@
 from placewright.simulator.bounds import LowerBounds, lower_bounds
 from placewright.simulator.engine import Simulation, Simulator
 from placewright.simulator.makeup import Makeup, makeup
-from placewright.simulator.orders import Finalist, StepRange, over_orders, ranked_finalists
+from placewright.simulator.orders import StepRange, over_orders, shortlisted
 from placewright.simulator.timeline import Parts, Timeline
 
 __all__ = [
-    "Finalist",
     "LowerBounds",
     "Makeup",
     "Parts",
@@ -18,5 +17,5 @@ __all__ = [
     "lower_bounds",
     "makeup",
     "over_orders",
-    "ranked_finalists",
+    "shortlisted",
 ]

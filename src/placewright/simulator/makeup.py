@@ -12,8 +12,8 @@ from placewright.graph import frozen
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.simulator.engine import Simulator
-from placewright.simulator.orders import StepRange
-from placewright.simulator.timeline import Parts
+from placewright.simulator.orders import StepRange, over_orders
+from placewright.simulator.timeline import Parts, Timeline
 
 _GAINED, _LEFT = 0.02, 0.75
 """A speed-up by more than the first share rests on spreading overhead where less than the second
@@ -43,6 +43,11 @@ class Makeup:
         gained, left = self.speed_up - 1.0, self.speed_up_without_overhead - 1.0
         return gained > _GAINED and left < _LEFT * gained
 
+    @property
+    def is_only_overhead(self) -> bool:
+        """Whether hardly anything is left of the speed-up without overhead."""
+        return self.rests_on_overhead and (self.speed_up_without_overhead or 0.0) < 1.0 + _GAINED
+
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step._asdict(),
@@ -56,7 +61,7 @@ class Makeup:
     def lines(self) -> list[str]:
         """For the user: what the step is made of, and what the speed-up rests on where it must be
         said."""
-        lines = [f"of the step, {described(self.step)}"]
+        lines = [f"along the critical path of the step, {described(self.step)}"]
         if self.rests_on_overhead:
             lines.append(
                 "the speed-up comes from spreading overhead (issuing ops, gaps between kernels) "
@@ -102,19 +107,22 @@ def without_overhead(problem: Problem) -> Problem:
     return dataclasses.replace(problem, costs=costs)
 
 
-def makeup(problem: Problem, answer: Placement, reference: Placement | None = None) -> Makeup:
-    """What the answer's step is made of; with a reference, also what the speed-up rests on."""
+def makeup(
+    problem: Problem, answer: Placement, reference: Placement | None = None, *, seed: int = 0
+) -> Makeup:
+    """What the answer's step is made of; with a reference, also what the speed-up rests on.
+
+    Speed-ups are of means over several orders of ties, which the seed chooses; what a step is made
+    of is of the order of the graph.
+    """
     simulator = Simulator(problem)
     timeline = simulator.timeline(answer)
     if reference is None:
         return Makeup(step=timeline.path_parts, devices=timeline.device_parts)
     other = simulator.timeline(reference)
-    speed_up = _ratio(other.step_seconds, timeline.step_seconds)
-    left = speed_up
+    speed_up = left = _speed_up(problem, answer, reference, seed, simulator)
     if problem.costs.overhead_seconds.any() or problem.costs.gap_seconds.any():
-        rows = np.stack([reference.devices, answer.devices])
-        before, after = Simulator(without_overhead(problem)).run(rows).step_seconds.tolist()
-        left = _ratio(before, after)
+        left = _speed_up(without_overhead(problem), answer, reference, seed)
     return Makeup(
         step=timeline.path_parts,
         devices=timeline.device_parts,
@@ -124,5 +132,18 @@ def makeup(problem: Problem, answer: Placement, reference: Placement | None = No
     )
 
 
-def _ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else 1.0
+def _speed_up(
+    problem: Problem,
+    answer: Placement,
+    reference: Placement,
+    seed: int,
+    simulator: Simulator | None = None,
+) -> float:
+    before, after = over_orders(problem, [reference, answer], seed=seed, simulator=simulator)
+    return before.mean_seconds / after.mean_seconds if after.mean_seconds > 0 else 1.0
+
+
+def parts_of_used(timeline: Timeline) -> Parts:
+    """What the devices that have anything to do in a step do, the mean of them."""
+    used = [parts for parts in timeline.device_parts if parts.compute or parts.overhead]
+    return Parts(*np.mean(used, axis=0).tolist()) if used else Parts(0.0, 0.0, 0.0, 0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,9 @@ from placewright.simulator.engine import Simulator
 ORDERS = 8
 """Orders of ties that an answer is simulated in: that of the graph, and random ones."""
 FINALISTS = 8
-"""Placements that are compared in all of these."""
+"""Placements of a problem that are compared in all of these, beside the best of each method."""
+MOST_SIMULATED = 6_000_000
+"""Ops that may be simulated to choose these: about a second."""
 _SURE_WITHIN = 0.03
 """A placement whose step times differ by more than this share of their mean says so."""
 
@@ -48,13 +49,6 @@ class StepRange:
     def unsure(self) -> bool:
         """Whether the order of ties moves the figure by more than 3%."""
         return self.spread > _SURE_WITHIN
-
-
-class Finalist(NamedTuple):
-    """One of the best trials, and its step times over several orders of ties."""
-
-    trial: Trial
-    range: StepRange
 
 
 def over_orders(
@@ -93,7 +87,7 @@ def over_orders(
     ]
 
 
-def ranked_finalists(
+def shortlisted(
     problem: Problem,
     trials: Sequence[Trial],
     *,
@@ -101,11 +95,12 @@ def ranked_finalists(
     orders: int = ORDERS,
     seed: int = 0,
     simulator: Simulator | None = None,
-) -> list[Finalist]:
+) -> list[Trial]:
     """The best of these trials, each placement once, by their mean over several orders of ties.
 
     Trials that did not run are left out. Among equals the order is that of the trials' own times,
-    then that in which they come.
+    then that in which they come. Orders of another seed than those of the final figures should
+    choose: the least of many means is too good to be true.
     """
     best: dict[Placement, Trial] = {}
     for trial in sorted(
@@ -113,9 +108,13 @@ def ranked_finalists(
         key=lambda trial: trial.measurement.mean_seconds,
     ):
         best.setdefault(trial.placement, trial)
-    chosen = list(best.values())[:most]
-    ranges = over_orders(
-        problem, [trial.placement for trial in chosen], orders, seed, simulator=simulator
-    )
-    finalists = [Finalist(trial, of) for trial, of in zip(chosen, ranges, strict=True)]
-    return sorted(finalists, key=lambda finalist: finalist.range.mean_seconds)
+    # Of too many, those that are best in their own order.
+    chosen = list(best.values())[
+        : max(most, MOST_SIMULATED // max(1, problem.graph.num_ops * orders))
+    ]
+    if len(chosen) <= most:
+        return chosen
+    placements = [trial.placement for trial in chosen]
+    ranges = over_orders(problem, placements, orders, seed, simulator=simulator)
+    numbers = sorted(range(len(chosen)), key=lambda number: ranges[number].mean_seconds)
+    return [chosen[number] for number in numbers[:most]]

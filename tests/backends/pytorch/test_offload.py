@@ -24,7 +24,7 @@ from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
 from placewright.backends.pytorch.offload.planner import Limits, Planner
-from placewright.backends.pytorch.offload.products import product
+from placewright.backends.pytorch.offload.products import HostProducts, product
 from placewright.backends.pytorch.offload.recording import record
 from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
@@ -896,3 +896,14 @@ def test_the_timeline_agrees_with_the_simulator(seed: int) -> None:
     assert expected * (1 - 1e-3) <= simulated.mean_seconds <= expected * (1 + 1e-3) + waits
     if not waits:
         assert simulated.mean_seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_units_that_are_not_products_are_left_to_torch() -> None:
+    products = HostProducts()
+    experts = nn.Module()
+    experts.weights = nn.Parameter(torch.zeros(8, 64, 64))
+    experts.gate = nn.Linear(64, 8)
+    assert not products.serve(experts)
+    assert "forward" not in experts.gate.__dict__
+    assert products.serve(Block(64))
+    assert not products.serve(nn.ReLU())

@@ -509,7 +509,7 @@ def test_a_plan_imports_nothing_that_it_names(
     program = program_of(torch.nn.Linear(4, 4), torch.zeros(2, 4))
     random_plan(program).save("plan.json")
     whole = json.loads(Path("plan.json").read_text())
-    leaf = {"type": None, "context": None, "children_spec": []}
+    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
     enum = {"__enum__": True, "fqn": "evil:Some", "name": "x"}
     factory = {"default_factory_module": "evil", "default_factory_name": "x", "dict_context": []}
     for kind, context in (

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends.tensorflow.models import NAMES, SCALES, BenchmarkModel, build
+from placewright.backends.base import SCALES
+from placewright.backends.tensorflow.models import NAMES, BenchmarkModel, build
 from placewright.errors import ModelError
 
 tf = pytest.importorskip("tensorflow")

@@ -9,13 +9,12 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING
 
-from placewright.errors import ModelError
+from placewright.backends.base import check_benchmark_model
 
 if TYPE_CHECKING:
     from placewright.backends.pytorch.program import TorchModel
 
 NAMES: tuple[str, ...] = ("rnnlm", "nmt", "inception_v3")
-SCALES: tuple[str, ...] = ("paper", "small")
 
 
 def build(name: str, *, scale: str = "paper", batch: int | None = None) -> TorchModel:
@@ -28,12 +27,7 @@ def build(name: str, *, scale: str = "paper", batch: int | None = None) -> Torch
             training step takes a fraction of a second on one CPU core.
         batch: examples per training step; the scale's own when not given.
     """
-    if name not in NAMES:
-        raise ModelError(f"unknown model {name!r}; choose from {', '.join(NAMES)}")
-    if scale not in SCALES:
-        raise ModelError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
-    if batch is not None and batch < 1:
-        raise ModelError(f"batch must be at least 1, not {batch}")
+    check_benchmark_model(name, scale, batch, NAMES)
     import torch
 
     module = importlib.import_module(f"{__name__}.{name}")

@@ -34,6 +34,8 @@ _LEAST_WEIGHTS = 2**20
 """Of a product; smaller ones lie in a cache."""
 _MOST_CACHED_BYTES = 16 * 2**20
 """Of keys and values that a unit attends to, which is torch's work."""
+_SERVED = 0.9
+"""Of the weights of a unit."""
 _TRIES = 5
 _REST_SECONDS = 0.05
 """After which threads that have nothing to do no longer spin."""
@@ -111,11 +113,16 @@ class HostProducts:
         self._active = False
         self._threads = torch.get_num_threads()
 
-    def serve(self, module: torch.nn.Module) -> None:
-        """The linear layers of a unit ask here first."""
-        for part in module.modules():
-            if type(part) is torch.nn.Linear and "forward" not in part.__dict__:
-                part.__dict__["forward"] = functools.partial(self._forward, part)
+    def serve(self, module: torch.nn.Module) -> bool:
+        """The linear layers of a unit ask here first; whether that is nearly all of its work. Where
+        it is not, as in a layer of experts, all is left to torch, which needs its threads."""
+        linear = [part for part in module.modules() if type(part) is torch.nn.Linear]
+        served = sum(part.weight.numel() for part in linear)
+        if served < _SERVED * sum(p.numel() for p in module.parameters()):
+            return False
+        for part in linear:
+            part.__dict__.setdefault("forward", functools.partial(self._forward, part))
+        return bool(linear)
 
     @contextmanager
     def active(self, rows: int, cached_bytes: int = 0) -> Iterator[None]:

@@ -14,7 +14,7 @@ import inspect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class _Unit:
     """Of a cache, those it works with."""
     buffers: tuple[torch.Tensor, ...]
     plan: UnitPlan
+    served: bool = False
+    """Whether its products may be `products`' when the host computes it."""
     checked: set[str] = field(default_factory=set)
     """Ways of computing it that were seen to leave its weights alone."""
 
@@ -254,7 +256,13 @@ class Offloaded:
         if unit.layers:
             move_caches((args, kwargs), unit.layers, _CPU)
         begun = time.perf_counter()
-        with self.products.active(rows_of(args, kwargs), self._cached(unit, (args, kwargs))):
+        given = args, kwargs
+        active = (
+            self.products.active(rows_of(*given), self._cached(unit, given))
+            if unit.served
+            else nullcontext()
+        )
+        with active:
             result = forward(*args, **kwargs)
         if self._timings is not None:
             self._timings.unit_seconds[unit.path].append(time.perf_counter() - begun)
@@ -347,7 +355,7 @@ def offload(model: torch.nn.Module, plan: OffloadPlan, link: Link | None = None)
     for unit in offloaded.units.values():
         if unit.module is not None:
             unit.module = modules[unit.path]
-            offloaded.products.serve(unit.module)
+            unit.served = offloaded.products.serve(unit.module)
             _wrap(unit.module, functools.partial(offloaded.call, unit))
     _wrap(placed, offloaded.run)
     kind: Any = type(placed)

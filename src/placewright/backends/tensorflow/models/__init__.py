@@ -13,10 +13,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from placewright.errors import MissingExtraError, ModelError
+from placewright.backends.base import check_benchmark_model
+from placewright.errors import MissingExtraError
 
 NAMES: tuple[str, ...] = ("rnnlm", "nmt", "inception_v3")
-SCALES: tuple[str, ...] = ("paper", "small")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,7 @@ def build(name: str, *, scale: str = "paper", batch: int | None = None) -> Bench
             training step takes a fraction of a second on one CPU core.
         batch: examples per training step; the scale's own when not given.
     """
-    if name not in NAMES:
-        raise ModelError(f"unknown model {name!r}; choose from {', '.join(NAMES)}")
-    if scale not in SCALES:
-        raise ModelError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
-    if batch is not None and batch < 1:
-        raise ModelError(f"batch must be at least 1, not {batch}")
+    check_benchmark_model(name, scale, batch, NAMES)
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
