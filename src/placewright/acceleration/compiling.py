@@ -34,6 +34,10 @@ class _Closed(torch.nn.Module):
                 self.register_buffer(name, arg)
         self.free = tuple(n for n in range(self._count) if n not in self._fixed)
 
+    def holds(self, args: Sequence[Any]) -> bool:
+        """Whether the parameters among some arguments are those that were put in."""
+        return all(getattr(self, name) is args[number] for number, name in self._fixed.items())
+
     def forward(self, *free: Any) -> Any:
         args: list[Any] = [None] * self._count
         for number, name in self._fixed.items():
@@ -78,10 +82,17 @@ def on_first_call(
     made: list[tuple[_Closed, Accelerated]] = []
 
     def call(*args: Any) -> Any:
-        if not made:
-            closed = _Closed(graph, args)
-            made.append((closed, accelerated(closed, device, config)))
-        closed, fast = made[0]
+        for closed, fast in made:
+            if closed.holds(args):
+                return fast(*[args[number] for number in closed.free])
+        if len(made) >= config.most_shapes:
+            return graph(*args)
+        # torch.compile calls one graph for all modules of the same code, with the parameters of
+        # each: what was found for the first is applied to the others.
+        known = made[0][1].plans if made else ()
+        closed = _Closed(graph, args)
+        fast = accelerated(closed, device, config, known=known)
+        made.append((closed, fast))
         return fast(*[args[number] for number in closed.free])
 
     return call

@@ -67,14 +67,15 @@ class _EagerStep:
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor | None]:
         with torch.enable_grad():
             outputs = self.model(*args, **kwargs)
             if self.task.loss_fn is not None:
                 loss = self.task.loss_fn(outputs, *targets)
             else:
                 loss = loss_of(outputs)
-            gradients = torch.autograd.grad(loss, self.parts.parameters)
+            # A parameter that the loss does not depend on has none, as after `backward`.
+            gradients = torch.autograd.grad(loss, self.parts.parameters, allow_unused=True)
         return [loss.detach(), *gradients]
 
 

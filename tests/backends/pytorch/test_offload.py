@@ -7,19 +7,23 @@ import itertools
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import placewright.torch as pt
 from placewright.backends.pytorch.modules import units_of
+from placewright.backends.pytorch.offload import checkpoint, links
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
@@ -461,6 +465,69 @@ def _with_surprises(order: list[str], names: list[str], draw: random.Random) -> 
             yield name
         if draw.random() < 0.1:
             yield draw.choice(names)
+
+
+class _Recording(SlowLink):
+    """Says after which marks of the device each copy begins."""
+
+    def __init__(self) -> None:
+        super().__init__(float("inf"))
+        self.marks: list[Any] = []
+        self.after: list[Sequence[Any]] = []
+
+    def mark(self) -> Any:
+        self.marks.append(super().mark())
+        return self.marks[-1]
+
+    def copy(self, pairs: Any, after: Sequence[Any]) -> Any:
+        self.after.append(after)
+        return super().copy(pairs, after)
+
+
+def test_a_copy_waits_for_what_computed_with_the_bytes_before() -> None:
+    link = _Recording()
+    sources = {"a": _Numbers(1024, 1), "b": _Numbers(1024, 2)}
+    window = Window(link, 1024, sources)
+    window.follow(Route(order=("a",), starts={"a": 0}))
+    window.take("a")
+    window.give_back("a")  # and is ready for the next pass, without another copy
+    window.follow(Route(order=("b",), starts={"b": 0}))
+    assert len(link.after) == 2
+    assert link.marks[-1] in link.after[-1]
+
+
+def test_many_small_tensors_go_through_the_mailbox_in_turns() -> None:
+    sent: list[int] = []
+
+    class Mailbox:
+        def send(self, value: torch.Tensor) -> int:
+            sent.append(int(value))
+            return len(sent) - 1
+
+        def read(self, place: int) -> torch.Tensor:
+            assert len(sent) - place <= links._Mailbox.SLOTS, "overwritten"
+            return torch.tensor(sent[place])
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+    link = object.__new__(links.CudaLink)
+    link.device, link._mailbox = torch.device("cpu"), Mailbox()  # type: ignore[assignment]
+    cuda = types.SimpleNamespace(Event=Event, current_stream=lambda device: None)
+    values = [torch.tensor(n) for n in range(150)]
+    with mock.patch.object(links, "_cuda", cuda):
+        assert [int(t) for t in link.to_host(values)] == list(range(150))
+
+
+def test_weights_are_read_into_tensors_of_other_strides(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3, 2, 2)
+    file = tmp_path / "a.safetensors"
+    save_file({"w": weight}, file)
+    target = torch.zeros(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    with file.open("rb") as handle:
+        checkpoint._read(handle, checkpoint._stored(file)["w"], target)
+    assert torch.equal(target, weight)
 
 
 def test_regions_lie_within_the_buffer() -> None:

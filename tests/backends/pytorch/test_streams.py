@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -786,6 +787,70 @@ def test_torch_compile_calls_it() -> None:
             assert_close(compiled(x), model(x))
     assert len(found) == 1
     assert "placewright" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_modules_of_the_same_code_have_their_own_parameters_under_compile() -> None:
+    config = AccelerateConfig(method="list", fusion=Fusion.FOLDED, most_shapes=2)
+    device = Fake()
+
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        return acceleration.on_first_call(graph, device, config)
+
+    torch._dynamo.reset()
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval() for _ in range(3)]
+
+    @torch.compile(backend=backend)
+    def compiled(model: nn.Module, x: torch.Tensor) -> Any:
+        return model(x)
+
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        for model in [*models, *models]:
+            assert_close(compiled(model, x), model(x))
+    weights = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)]
+
+    class Product(nn.Module):
+        def forward(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return x @ weight
+
+    call = acceleration.on_first_call(torch.fx.symbolic_trace(Product()), device, config)
+    with torch.no_grad():
+        for weight in [*weights, *weights]:
+            assert_close(call(weight, x), x @ weight)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, by: Any) -> torch.Tensor:
+        return x * float(by.sum()) if not isinstance(by, torch.Tensor) else x * by
+
+
+def test_a_number_on_the_cpu_is_not_captured() -> None:
+    with pytest.raises(UnsuitableError, match="'by' is on the CPU"):
+        trace(Scaled(), (torch.zeros(3, device="meta"), torch.tensor(2.0)), {})
+    trace(Scaled(), (torch.zeros(3), torch.tensor(2.0)), {})
+
+
+def test_inputs_that_cannot_be_compared_run_as_the_module_each_time() -> None:
+    fast = accelerated(Scaled(), Fake(), AccelerateConfig(method="list"))
+    for _ in range(3):
+        assert_close(fast(torch.ones(3), np.ones(2)), torch.full((3,), 2.0))
+
+
+def test_a_copy_of_an_input_is_no_input() -> None:
+    class Copies(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x.clone(), x, x.clone().detach(), x.detach(), x + 1
+
+    fast = accelerated(Copies(), Fake(), AccelerateConfig(method="list", fusion=Fusion.NONE))
+    x = torch.zeros(3)
+    first, itself, second, same, _ = fast(x)
+    assert fast.entries[0].built is not None
+    assert itself.data_ptr() == same.data_ptr() == x.data_ptr()
+    first.add_(1)
+    second.add_(2)
+    assert_close(x, torch.zeros(3))
+    assert_close(first, torch.ones(3))
+    assert_close(second, torch.full((3,), 2.0))
 
 
 def test_the_backend_says_why_it_leaves_a_module_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,15 @@ from placewright.backends.pytorch.steps import Source, Step, Update
 from placewright.backends.pytorch.works import Form
 
 _SLAB_BYTES = 128 << 20
+_BEGINS_AT: Mapping[tuple[str, str], float | str] = {
+    ("Adagrad", "sum"): "initial_accumulator_value",
+    ("ASGD", "eta"): "lr",
+    ("ASGD", "mu"): 1.0,
+    ("NAdam", "mu_product"): 1.0,
+    ("Rprop", "step_size"): "lr",
+}
+"""(optimizer, name of its state) -> what that begins at, or the setting that says so; others at
+zero."""
 
 
 class Values:
@@ -50,9 +59,7 @@ class Values:
                 tensor.copy_(self._first[value])
         for states in self._state.values():
             for state in states.values():
-                for tensor in state.values():
-                    if isinstance(tensor, torch.Tensor):
-                        tensor.zero_()
+                self._begin(state)
 
     # --- what goes through the host --------------------------------------------------------------
 
@@ -124,10 +131,19 @@ class Values:
             parameter.grad = None
             parameter.copy_(value)
             state = optimizer.state[parameter]
-            for tensor in state.values():
-                if isinstance(tensor, torch.Tensor):
-                    tensor.zero_()
+            self._begin(state)
             self._state[device][update.parameter] = state
+
+    def _begin(self, state: Mapping[str, Any]) -> None:
+        """Puts what an optimizer keeps for a parameter back to what it is before its first step."""
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor):
+                first = _BEGINS_AT.get((self._step.optimizer, name), 0.0)
+                if isinstance(first, str):
+                    kind = getattr(torch.optim, self._step.optimizer)
+                    default = inspect.signature(kind.__init__).parameters[first].default
+                    first = float(self._step.settings.get(first, default))
+                tensor.fill_(first)
 
 
 def _is_dense(form: Form) -> bool:

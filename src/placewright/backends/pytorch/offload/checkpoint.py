@@ -92,7 +92,7 @@ def _read(file: BufferedReader, stored: _Stored, target: torch.Tensor) -> None:
     if target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
         _fill(file, target.view(-1).view(torch.uint8), stored)
         return
-    flat = target.view(-1) if target.is_contiguous() else torch.empty_like(target).view(-1)
+    flat = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
     count = max(1, _PART // stored.dtype.itemsize)
     part = torch.empty(min(count, max(1, flat.numel())), dtype=stored.dtype)
     for start in range(0, flat.numel(), count):

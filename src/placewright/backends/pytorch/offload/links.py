@@ -149,6 +149,9 @@ class CudaLink(Link):
         _cuda.current_stream(self.device).wait_event(mark)
 
     def to_host(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if len(values) > _Mailbox.SLOTS:  # the mailbox holds no more before it is read
+            first, rest = values[: _Mailbox.SLOTS], values[_Mailbox.SLOTS :]
+            return [*self.to_host(first), *self.to_host(rest)]
         sent = [self._mailbox.send(value) for value in values]
         # A mark of its own: to wait for the whole device would be to wait for weights, too.
         event = _cuda.Event()
@@ -241,7 +244,7 @@ class _Mailbox:
     sees: a copy engine that is busy with weights would make them wait.
     """
 
-    _SLOTS = 64
+    SLOTS = 64
     _BYTES = 256 * 2**10
 
     def __init__(self, device: torch.device) -> None:
@@ -250,12 +253,12 @@ class _Mailbox:
         self._host: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
         """The same memory, as the device sees it."""
-        self._read: list[Any] = [None] * self._SLOTS
+        self._read: list[Any] = [None] * self.SLOTS
         with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
             self._open()
 
     def _open(self) -> None:
-        host = torch.zeros(self._SLOTS * self._BYTES, dtype=torch.uint8).pin_memory()
+        host = torch.zeros(self.SLOTS * self._BYTES, dtype=torch.uint8).pin_memory()
         seen = torch.as_tensor(_Seen(host), device=self._device).view(torch.int32)
         host.view(torch.int32)[:256] = torch.arange(256, dtype=torch.int32)
         back = torch.add(seen[:256], 0)
@@ -272,7 +275,7 @@ class _Mailbox:
         if self._host is None or not 0 < size <= self._BYTES or size % 4:
             return None
         slot = self._next
-        self._next = (slot + 1) % self._SLOTS
+        self._next = (slot + 1) % self.SLOTS
         if self._read[slot] is not None:
             self._read[slot].synchronize()
             self._read[slot] = None

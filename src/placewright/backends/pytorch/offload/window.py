@@ -52,7 +52,8 @@ class _Region:
     uses: int = 1
     """How often it is waited for still."""
     freed: Mark | None = None
-    """Set when what computes with them has been asked of the device."""
+    """Set when what computes with them has been asked of the device: the last time, where they are
+    used again without another copy."""
 
     def overlaps(self, start: int, stop: int) -> bool:
         return self.start < stop and start < self.stop
@@ -148,7 +149,7 @@ class Window:
                 # Asked for twice, with nothing else in between that needs the same bytes.
                 if region.uses or region.version != source.version():
                     break
-                region.uses, region.freed = 1, None
+                region.uses = 1
                 return True
         crossed = [r for r in self._regions if r.overlaps(start, stop)]
         if any(region.uses for region in crossed):
@@ -181,6 +182,5 @@ class Window:
         return self._next if unit in self._route.order[self._next :] else 0
 
     def _let_go(self, region: _Region) -> None:
-        if region.uses:
-            # Nobody computes with it: only the copy itself has to be over.
-            region.uses, region.freed = 0, None
+        # Nobody will compute with it: only the copy itself has to be over, and what came before.
+        region.uses = 0

@@ -123,8 +123,8 @@ class Accelerated:
         if last is None or not self._is_like(last, leaves, spec):
             key = self._key(leaves, spec)
             entry = self._entry(key, args, kwargs)
-            last = self._last = _Last(key=key, entry=entry)
-        entry = last.entry
+        else:
+            entry = last.entry
         if entry.built is None:
             call = self._module if entry.call is None else entry.call
             return call(*args, **kwargs)
@@ -177,7 +177,8 @@ class Accelerated:
         with self._lock:
             try:
                 if key in self._entries:
-                    return self._entries[key]
+                    self._last = _Last(key=key, entry=self._entries[key])
+                    return self._last.entry
             except TypeError:  # an input that cannot be compared
                 self._say_once("an input is neither a tensor nor a plain value")
                 return Entry(why_not="inputs of another kind")
@@ -191,6 +192,7 @@ class Accelerated:
                 logger.warning("%s runs as it is: %s", name, reason)
                 entry = Entry(why_not=str(reason))
             self._entries[key] = entry
+            self._last = _Last(key=key, entry=entry)
             return entry
 
     def _say_once(self, text: str) -> None:

@@ -134,6 +134,7 @@ def trace(
         tree=program.call_spec.out_spec,
     )  # fmt: skip
     _check_nodes(net)
+    _check_numbers(net)
     return net
 
 
@@ -170,6 +171,20 @@ def _check_nodes(net: Net) -> None:
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsuitableError(f"it is on several devices ({names})")
+
+
+def _check_numbers(net: Net) -> None:
+    """A number on the CPU among the inputs would stay in the captured graph as it was then."""
+    values = [v for n in net.graph.nodes for v in pytree.tree_leaves(n.meta.get("val"))]
+    if all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor)):
+        return
+    for node in net.graph.nodes:
+        if node.op == "placeholder" and node.name in net.leaves:
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                raise UnsuitableError(
+                    f"its input {node.name!r} is on the CPU; move it to where the module is"
+                )
 
 
 def is_random(node: Node) -> bool:

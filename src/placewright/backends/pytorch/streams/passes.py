@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from placewright.backends.pytorch.streams.ops import (
 
 _SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 """Give what they are given."""
+_LOOKS = (aten.alias.default, aten.detach.default)
+"""Give the very tensor that they are given."""
 
 
 def simplify(net: Net) -> None:
     """What keeps each result bitwise: copies that nobody sees go, and so does what is not used."""
+    own = [_is_input(net, result, _LOOKS) for result in net.results()]
     for node in list(net.graph.nodes):
         if node.op != "call_function":
             continue
@@ -32,7 +36,28 @@ def simplify(net: Net) -> None:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # Kernels may leave other strides than those it was traced with.
             node.target = aten.reshape.default
+    _copy_inputs(net, own)
     _remove_unused(net)
+
+
+def _is_input(net: Net, value: Any, through: tuple[Any, ...]) -> bool:
+    """Whether a result is an input itself, not a copy of it."""
+    while isinstance(value, Node) and value.target in through:
+        value = value.args[0]
+    return isinstance(value, Node) and value.op == "placeholder" and value.name in net.leaves
+
+
+def _copy_inputs(net: Net, own: Sequence[bool]) -> None:
+    """A result that was a copy of an input is one again: whoever writes to it means the copy."""
+    results = net.results()
+    output = net.graph.output_node()
+    for number, (result, was) in enumerate(zip(results, own, strict=True)):
+        if not was and _is_input(net, result, ()):
+            with net.graph.inserting_before(output):
+                copied = net.graph.call_function(aten.clone.default, (result,))
+            copied.meta["val"] = result.meta["val"]
+            results[number] = copied
+    output.args = (type(output.args[0])(results),)
 
 
 def fold(net: Net) -> int:
