@@ -57,7 +57,7 @@ def _copy_inputs(net: Net, own: Sequence[bool]) -> None:
                 copied = net.graph.call_function(aten.clone.default, (result,))
             copied.meta["val"] = result.meta["val"]
             results[number] = copied
-    output.args = (type(output.args[0])(results),)
+    output.args = (tuple(results),)
 
 
 def fold(net: Net) -> int:
