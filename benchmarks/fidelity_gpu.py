@@ -570,6 +570,8 @@ def _measure_all(options: argparse.Namespace) -> None:
                 if prepared is not None:
                     runners.enter_context(prepared.runner)
                     started.append((prepared, threads.submit(prepared.runner.start)))
+            for prepared, _ in started:
+                _warm_up(prepared.problem)
             for _, future in started:
                 wait([future])
             for number, (prepared, future) in enumerate(started):
@@ -580,6 +582,17 @@ def _measure_all(options: argparse.Namespace) -> None:
                 except Exception as fault:
                     _say_fault(*prepared.pair, fault)
     print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
+
+
+def _warm_up(problem: Problem) -> None:
+    """Compiles what placements are made and simulated with, while processes start: on a fresh
+    machine that takes half a minute, in which a GPU would wait."""
+    Simulator(problem).run(np.zeros((1, problem.num_groups), dtype=np.int32))
+    heft(problem)
+    for name in registry.installed(CLASSICAL)[0]:
+        (placer,) = registry.make([name], problem)
+        placer.ask(1)
+    place(problem, method="local-search", trials=8, op_level=False)
 
 
 def _say_fault(model: str, machine: str, fault: Exception) -> None:
