@@ -40,10 +40,10 @@ MACHINES = {
 EXPLAINED = """\
 Milliseconds per training step, measured: the mean of some rounds in which all answers run in
 turns, ± half its 95% confidence interval over the rounds, where that is there; what takes more
-than three times the best ran once. The gain is that of the best of the last three columns over the best of
-the others. All searches had the same real time, in which they simulate and learn as well.
-`reinforce`, `ppo` and local search learn from real runs alone, and the best that they proposed
-themselves counts."""
+than three times the best ran once. The gain is that of the best of the last three columns over
+the best of the others. All searches had the same real time, in which they simulate and learn as
+well. `reinforce`, `ppo` and local search learn from real runs alone, and the best that they
+proposed themselves counts."""
 
 
 def cases_of(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:

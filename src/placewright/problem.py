@@ -359,7 +359,8 @@ class Problem:
         weight = np.repeat(np.arange(len(holder)), np.diff(np.append(starts, len(reading))))
         away = np.logical_or.reduceat(pools[:, reading] != home[:, weight], starts, axis=1)
         for device in np.flatnonzero(hosts):
-            result[:, device] = np.where(away & (home == device), sizes, 0).sum(axis=1)
+            here = devices[:, holder] == device
+            result[:, device] = np.where(away & here, sizes, 0).sum(axis=1)
         return result
 
     @cached_property

@@ -543,7 +543,9 @@ class Reference:
                 now = time
                 thing, target = what
                 is_item = isinstance(thing, Item)
-                ready = self.arrive(thing, target) if is_item else self.arrive_home(*what, now)
+                ready = (
+                    self.arrive(thing, target) if is_item else self.arrive_home(thing, target, now)
+                )
         assert len(self.out.op_end) == self.problem.graph.num_ops
         assert not any(self.holders)
         assert not any(self.coming)

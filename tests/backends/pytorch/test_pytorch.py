@@ -23,6 +23,7 @@ from placewright.backends import load
 from placewright.backends.pytorch import models
 from placewright.backends.pytorch.exporting import Task
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
+from placewright.cluster import with_memory
 from placewright.errors import ClusterError, ModelError, PlacementError, SearchError
 from placewright.graph import Work
 
@@ -387,7 +388,7 @@ def test_devices_that_are_not_there() -> None:
     with pytest.raises(ClusterError, match="this machine has no gpu:77; it has cpu:0"):
         pt.cluster_of(["cuda:77"])
     with pytest.raises(ClusterError, match="give bytes or a text such as '10GiB'"):
-        pt.with_memory(pt.cluster_of(DEVICES), {"cpu:0": "much"})
+        with_memory(pt.cluster_of(DEVICES), {"cpu:0": "much"})
 
 
 def test_an_op_without_a_kernel_says_where_it_can_run() -> None:

@@ -699,8 +699,7 @@ def test_nothing_outlives_the_parent(
         from placewright.cluster import Cluster
         from placewright.backends.tensorflow import TensorFlowRunConfig as RunConfig
         from placewright.backends.tensorflow.runner import TensorFlowRunner
-        from tests.memory_groups import memory_group
-from tests.towers import towers
+        from tests.towers import towers
 
         # A shell that starts the tests in the background has it ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,7 @@
-"""Asynchronous training on real runs: each worker has devices of its own."""
+"""Asynchronous training on real runs: each worker has devices of its own.
+
+Not in `tests/distributed`, whose tests share one Ray: a session starts its own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from placewright.distributed.config import TeamConfig
 from placewright.journal import read_trials
 from placewright.learning.config import PPO, configured
 from placewright.machine import usable_core_numbers
-from placewright.problem import ProblemConfig, make_problem
+from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import Machine, RoundsConfig, SearchConfig
 from placewright.session.driver import Session
 
@@ -36,7 +39,7 @@ sys.stdin.readline()
 
 
 def _taker(folder: Path) -> subprocess.Popen[str]:
-    source = Path(__file__).parent.parent.parent / "src"
+    source = Path(__file__).parent.parent / "src"
     return subprocess.Popen(
         [sys.executable, "-c", _TAKE, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env=os.environ | {"PYTHONPATH": str(source)},
@@ -69,20 +72,38 @@ def _model() -> TorchModel:
     return TorchModel(torch.nn.Sequential(*layers), Inputs((x,)), Task())
 
 
-def test_two_controllers_learn_from_real_runs(tmp_path: Path) -> None:
+def _problem() -> Problem:
+    return make_problem(load_program(_model()).graph, Cluster.load("cpu2"), ProblemConfig(groups=8))
+
+
+def search(directory: Path) -> None:
     program = load_program(_model())
-    problem = make_problem(program.graph, Cluster.load("cpu2"), ProblemConfig(groups=8))
     learner = configured(PPO, ["policy.hidden=8", "samples=4", "polish=0", "warm_start=1"])
     config = SearchConfig(
         method="ppo", trials=28, evaluate="measure", learner=learner,
         rounds=RoundsConfig(finalists=1, final_rounds=1),
     )  # fmt: skip
     team = TeamConfig(controllers=2, workers=1, resources={"CPU": 1.0})
-    result = Session(problem, config, machine=Machine(program), team=team, directory=tmp_path).run()
+    machine = Machine(program)
+    result = Session(_problem(), config, machine=machine, team=team, directory=directory).run()
     assert result.measured
     assert result.best is not None
     assert not result.fault
-    trials = read_trials(tmp_path / "journal.jsonl", problem)
+
+
+def test_two_controllers_learn_from_real_runs(tmp_path: Path) -> None:
+    # In a process of its own: here, other tests may have a Ray that they share.
+    script = (
+        "import sys, pathlib, tests.test_workers_measure as t; t.search(pathlib.Path(sys.argv[1]))"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=root, timeout=300, check=False,
+        env=os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    trials = read_trials(tmp_path / "journal.jsonl", _problem())
     own = [trial for trial in trials if trial.placer == "ppo" and trial.measurement.ok]
     assert len(own) >= 8
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
