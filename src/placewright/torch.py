@@ -50,7 +50,7 @@ from placewright.session.driver import Session
 from placewright.session.result import Result
 from placewright.session.search import Progress
 from placewright.simulator import lower_bounds
-from placewright.units import parse_duration
+from placewright.units import format_seconds, parse_duration
 
 __all__ = [
     "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
@@ -358,7 +358,7 @@ def _verdict(result: Result) -> str:
     if gain is None:
         tried = any(method.method == "single" for method in result.methods)
         than = "; no single device can hold it" if tried else ""
-        return f"on {names}, {result.step_seconds:.3g} s a step{than}"
+        return f"on {names}, {format_seconds(result.step_seconds)} a step{than}"
     times = f"{gain:.2f} times as fast as on one"
     instead = f", but {result.simple_answer}" if result.simple_answer else ""
-    return f"on {names}, {result.step_seconds:.3g} s a step, {times}{instead}"
+    return f"on {names}, {format_seconds(result.step_seconds)} a step, {times}{instead}"

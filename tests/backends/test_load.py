@@ -145,6 +145,7 @@ def test_object_of_unknown_kind() -> None:
     ("options", "said"),
     [
         ({"batch": 3}, "batch means nothing for a graph file"),
+        ({"batch": 0}, "batch means nothing for a graph file"),
         ({"dims": {"x": 1}}, "dims means nothing for a graph file"),
         ({"fetches": ["b"]}, "fetches means nothing for a graph file"),
         ({"signature": "train"}, "signature means nothing for a graph file"),

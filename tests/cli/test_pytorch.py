@@ -48,6 +48,13 @@ def test_every_command_takes_a_function(run: Callable[..., Any]) -> None:
     assert "left/0/weight" in run("explain", "found").out
 
 
+def test_a_placement_is_not_put_into_a_module(run: Callable[..., Any]) -> None:
+    Path("placement.json").write_text('{"format": "placewright-placement/1", "ops": {}}')
+    refused = run("apply", "model.py:two", "placement.json", "-o", "placed")
+    assert refused.code == 2
+    assert "placewright.torch.place" in " ".join(refused.err.split())
+
+
 def test_a_colon_in_an_error_is_no_emoji(run: Callable[..., Any]) -> None:
     assert "model.py:two:" in run("inspect", "model.py:two:").err
 

@@ -103,7 +103,8 @@ def accelerate_step(
     device = device_of(model, example, config)
     if device is None:
         raise ClusterError(
-            f"{type(model).__name__} is not on a CUDA device, and only there are streams"
+            f"{type(model).__name__} is not on a CUDA device, and only there are streams; "
+            "move it there"
         )
     step = train_step(model, device, config, Task(train=True, loss_fn=loss_fn, targets=targets),
                       example)  # fmt: skip

@@ -102,7 +102,7 @@ def check_benchmark_model(name: str, scale: str, batch: int | None, names: Seque
 def refuse(what: str, **options: object) -> None:
     """Raises for an option that is given and has no effect: it would look as if it had one."""
     for name, value in options.items():
-        if value:
+        if value or type(value) is int:  # a 0 is given too
             raise ModelError(f"{name} means nothing for {what}")
 
 

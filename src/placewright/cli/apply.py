@@ -50,7 +50,11 @@ def apply(
     ops = read_ops(placement)
     path = Path(model)
     if not path.exists():
-        hint = "; a benchmark model has no file to put it into" if model in model_names() else ""
+        hint = ""
+        if model in model_names():
+            hint = "; a benchmark model has no file to put it into"
+        elif ":" in model:
+            hint = "; a PyTorch module is placed in Python, with placewright.torch.place"
         raise ModelError(f"{model}: no such file or directory{hint}")
     if is_graph_file(path):
         raise ModelError(f"{model}: a graph file has no devices to set; give TensorFlow's model")

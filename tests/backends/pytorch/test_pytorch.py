@@ -408,6 +408,11 @@ def test_an_op_without_a_kernel_says_where_it_can_run() -> None:
         pt.plan(Doubled(), torch.zeros(2), devices=DEVICES, budget=1)
 
 
+def test_a_function_is_no_module() -> None:
+    with pytest.raises(ModelError, match=r"is a function, expected a torch\.nn\.Module"):
+        pt.plan(lambda x: x, torch.zeros(2), devices=DEVICES, budget=1)  # type: ignore[arg-type]
+
+
 def test_wrong_examples_are_one_line() -> None:
     with pytest.raises(ModelError, match="does not run with these example inputs: mat1"):
         program_of(chain(), torch.zeros(2, 5))

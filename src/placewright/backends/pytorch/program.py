@@ -96,6 +96,8 @@ def read_program(source: TorchModel) -> TorchProgram:
     """Captures a module: op by op, or module by module where it cannot be exported."""
     module, task = source.module, source.task
     name = source.name or type(module).__name__
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(f"the model is a {name}, expected a torch.nn.Module")
     try:
         exported = exporting.export(module, source.inputs, task)
         units = units_of(exported.model, exported)

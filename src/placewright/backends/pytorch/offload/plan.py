@@ -189,7 +189,7 @@ class OffloadPlan:
     @staticmethod
     def load(path: str | Path) -> OffloadPlan:
         return OffloadPlan.from_json(
-            read_json(path, PlacementError, what="plan for a module that does not fit"),
+            read_json(path, PlacementError, what="offload plan"),
             where=str(path),
         )
 
