@@ -853,6 +853,27 @@ def test_a_copy_of_an_input_is_no_input() -> None:
     assert_close(second, torch.full((3,), 2.0))
 
 
+def test_plans_are_told_apart_where_only_plain_arguments_differ() -> None:
+    class Either(nn.Module):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            return torch.tanh(x).cumsum(0) if other else torch.sigmoid(x).cumprod(0)
+
+    model, x, config = Either(), torch.randn(3, 4), AccelerateConfig(method="list")
+    first = accelerated(model, Fake(), config)
+    for other in (True, False):
+        first(x, other)
+    assert len(first.plans) == 2
+    for known in (first.plans, first.plans[::-1]):
+        again = accelerated(model, Fake(), config, known=known)
+        for other in (True, False):
+            assert_close(again(x, other), model(x, other))
+    again = accelerated(model, Fake(), config, known=first.plans[:1])
+    with pytest.raises(PlacementError, match="other groups"):
+        again(x, False)
+    again = accelerated(model, Fake(), config, known=first.plans[:1], strict=False)
+    assert_close(again(x, False), model(x, False))
+
+
 class Sums(nn.Module):
     """Two parameters with the same gradient, one whose gradient is that of the loss, one unused."""
 
