@@ -21,7 +21,7 @@ from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.schedule import (
     one_stream,
 )
-from placewright.errors import ClusterError, SearchError
+from placewright.errors import ClusterError, PlacementError, SearchError
 
 
 def accelerate(
@@ -71,18 +71,25 @@ def accelerated(
     *,
     candidates: Mapping[str, Callable[..., Any]] | None = None,
     known: Sequence[StreamPlan] = (),
+    strict: bool = True,
 ) -> Accelerated:
-    """The callable, before it has seen inputs."""
+    """The callable, before it has seen inputs. `strict`: a known plan for these inputs that does
+    not fit is an error, and no reason to search."""
 
     def make(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        fitting = next((p for p in known if p.inputs == plans.forms_of(leaves)), None)
+        # Several where arguments differ that are no tensors: then the groups tell.
+        fitting = [p for p in known if p.inputs == plans.forms_of(leaves)]
         task = SearchTask(
             model=model, device=device, config=config, candidates=dict(candidates or {}),
             args=tuple(args), kwargs=dict(kwargs),
         )  # fmt: skip
-        if fitting is not None:
-            return task.apply(fitting)
+        for number, found in enumerate(fitting, start=1):
+            try:
+                return task.apply(found)
+            except PlacementError:
+                if strict and number == len(fitting):
+                    raise
         return task.search()
 
     name = torch.cuda.get_device_name(device.index) if isinstance(device, Gpu) else device.kind

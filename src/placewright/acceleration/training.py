@@ -76,7 +76,24 @@ class _EagerStep:
                 loss = loss_of(outputs)
             # A parameter that the loss does not depend on has none, as after `backward`.
             gradients = torch.autograd.grad(loss, self.parts.parameters, allow_unused=True)
-        return [loss.detach(), *gradients]
+        return [loss.detach(), *_own(gradients)]
+
+
+def _own(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients of which each can be written to, as after `backward`: autograd gives the same
+    tensor for two parameters that are added up."""
+    seen: set[int] = set()
+    own: list[torch.Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None:
+            spread = any(
+                s == 0 < n - 1 for n, s in zip(gradient.shape, gradient.stride(), strict=True)
+            )
+            if spread or gradient.data_ptr() in seen:
+                gradient = gradient.clone()
+            seen.add(gradient.data_ptr())
+        own.append(gradient)
+    return own
 
 
 def accelerate_step(

@@ -27,7 +27,7 @@ from placewright.backends.pytorch.exporting import Inputs, Task
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.streams import kernels, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
-from placewright.backends.pytorch.streams.accelerated import Accelerated
+from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
 from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
@@ -851,6 +851,66 @@ def test_a_copy_of_an_input_is_no_input() -> None:
     assert_close(x, torch.zeros(3))
     assert_close(first, torch.ones(3))
     assert_close(second, torch.full((3,), 2.0))
+
+
+def test_plans_are_told_apart_where_only_plain_arguments_differ() -> None:
+    class Either(nn.Module):
+        def forward(self, x: torch.Tensor, other: bool) -> torch.Tensor:
+            return torch.tanh(x).cumsum(0) if other else torch.sigmoid(x).cumprod(0)
+
+    model, x, config = Either(), torch.randn(3, 4), AccelerateConfig(method="list")
+    first = accelerated(model, Fake(), config)
+    for other in (True, False):
+        first(x, other)
+    assert len(first.plans) == 2
+    for known in (first.plans, first.plans[::-1]):
+        again = accelerated(model, Fake(), config, known=known)
+        for other in (True, False):
+            assert_close(again(x, other), model(x, other))
+    again = accelerated(model, Fake(), config, known=first.plans[:1])
+    with pytest.raises(PlacementError, match="other groups"):
+        again(x, False)
+    again = accelerated(model, Fake(), config, known=first.plans[:1], strict=False)
+    assert_close(again(x, False), model(x, False))
+
+
+class Sums(nn.Module):
+    """Two parameters with the same gradient, one whose gradient is that of the loss, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.offset, self.unused = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.tanh(x * (self.left + self.right)).sum() + self.offset
+        return made
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_gradients_of_a_step_can_be_written_to(captured: bool) -> None:
+    model = Sums()
+    config = AccelerateConfig(method="list", fusion=Fusion.NONE, copy_outputs=False)
+    x = torch.randn(3, 4)
+    device = Fake() if captured else Cpu()
+    step = acceleration.train_step(model, device, config, Task(train=True), Inputs((x,)))
+    if not captured:
+        step.fast._maker = lambda args, kwargs: Entry(why_not="a test")
+    wanted = Sums()
+    wanted.load_state_dict(model.state_dict())
+    for _ in range(3):
+        for parameter in wanted.parameters():
+            parameter.grad = None
+        loss = wanted(x)
+        loss.backward()
+        assert_close(step(x), loss.detach())
+        for (name, mine), theirs in zip(model.named_parameters(), wanted.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                assert_close(mine.grad, theirs.grad)
+                assert mine.grad is not None
+                mine.grad.zero_()  # as an optimizer may
+    assert (step.fast.entries[0].built is not None) == captured
 
 
 def test_the_backend_says_why_it_leaves_a_module_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -157,7 +157,7 @@ class Accelerated:
         """One call at a time: all of them use the same memory."""
         with self._lock:
             if built.on_gpu:
-                stream = torch.cuda.current_stream()
+                stream = torch.cuda.current_stream(built.place)
                 if self._stream is not None and stream != self._stream:
                     stream.wait_stream(self._stream)
                 self._stream = stream

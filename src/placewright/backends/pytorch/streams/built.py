@@ -15,7 +15,7 @@ from placewright.backends.pytorch.streams import passes
 from placewright.backends.pytorch.streams.device import Device, Ready
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run
-from placewright.backends.pytorch.streams.net import Net, Node
+from placewright.backends.pytorch.streams.net import Net, Node, is_view
 from placewright.backends.pytorch.streams.schedule import Schedule
 from placewright.backends.pytorch.streams.training import split_gradients
 
@@ -89,7 +89,11 @@ class Built:
         statics = enumerate(self.lowered.statics)
         self._inputs = [(number, static) for number, static in statics if static is not None]
         results = self.lowered.grouped.net.results()
-        self._makers = [_Copy.like(node, self.lowered.grouped.net) for node in results]
+        net = self.lowered.grouped.net
+        self._makers = [
+            _Copy.like(node, net, shared)
+            for node, shared in zip(results, _shared(results), strict=True)
+        ]
         if self.ready.stays:
             made = self._finish()
             kept = {s for name in self.lowered.grouped.kept for s in storages(self._value(name))}
@@ -108,6 +112,11 @@ class Built:
     @property
     def on_gpu(self) -> bool:
         return self.ready.stays
+
+    @property
+    def place(self) -> torch.device | None:
+        """Of the inputs, where there are any: a GPU that need not be the current one."""
+        return self._inputs[0][1].device if self._inputs else None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         # The GPU waits for what is before the replay; what is after it has the replay's time.
@@ -143,16 +152,18 @@ class _Copy:
     stride: tuple[int, ...] | None = None
     """Strides it has to have; None where those of the kernels will do."""
     tensor: bool = True
+    shared: bool = False
+    """Its memory is also that of something else, so that it is a copy in any case."""
 
     @staticmethod
-    def like(result: Any, net: Net) -> _Copy:
+    def like(result: Any, net: Net, shared: bool) -> _Copy:
         if not isinstance(result, Node):
             return _Copy(tensor=False)
         if result.op == "placeholder" and result.name in net.leaves:
             return _Copy(leaf=net.leaves.index(result.name))
         value = result.meta["val"]
         dense = torch.empty_like(value, device="meta").stride() == value.stride()
-        return _Copy(stride=tuple(value.stride()) if dense else None)
+        return _Copy(stride=tuple(value.stride()) if dense else None, shared=shared or not dense)
 
     def __call__(self, value: Any, leaves: Sequence[Any], copies: bool) -> Any:
         if not self.tensor:
@@ -163,7 +174,25 @@ class _Copy:
             return torch.empty_strided(
                 value.shape, self.stride, dtype=value.dtype, device=value.device
             ).copy_(value)
-        return value.clone() if copies else value
+        return value.clone() if copies or self.shared else value
+
+
+def _shared(results: Sequence[Any]) -> list[bool]:
+    """Which of the flat outputs look at an input, at a constant, or at what one before them looks
+    at: who writes to it, as to a gradient, would change that as well."""
+    seen: set[Node] = set()
+    found = []
+    for result in results:
+        base = result
+        while isinstance(base, Node) and is_view(base):
+            base = base.all_input_nodes[0]
+        if not isinstance(base, Node):
+            found.append(False)
+            continue
+        held = base.op == "placeholder" or bool(base.meta.get("constant"))
+        found.append(held or base in seen)
+        seen.add(base)
+    return found
 
 
 def build(
