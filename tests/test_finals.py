@@ -9,7 +9,7 @@ from placewright.cluster import Cluster
 from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import ProblemConfig, make_problem
-from placewright.session.finals import in_rounds
+from placewright.session.finals import Comparison, in_rounds
 from placewright.testing import layered_graph
 
 PROBLEM = make_problem(layered_graph(20, 4), Cluster.load("cpu2"), ProblemConfig(groups=4))
@@ -93,3 +93,13 @@ def test_a_round_cut_short_does_not_count() -> None:
 
     finals = in_rounds([A, B, C], measure, 4)
     assert {p: len(means) for p, means in finals.means.items()} == {A: 2, B: 2, C: 2}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half_width", "open_question"),
+    [(1.28, 0.97, True), (1.28, 0.1, False), (0.99, 0.02, True), (1.5, None, False)],
+)
+def test_a_gain_within_the_noise_is_no_gain(
+    ratio: float, half_width: float | None, open_question: bool
+) -> None:
+    assert Comparison("single", ratio, half_width).within_noise == open_question

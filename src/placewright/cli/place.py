@@ -517,7 +517,9 @@ def _print_answer(result: Result, directory: str, *, traced: bool) -> None:
     if single is not None:
         if result.speed_up is not None and result.speed_up > 1.0005:
             instead = f", but {result.simple_answer}" if result.simple_answer else ""
-            say(f"{result.speed_up:.2f} times as fast as the best single device{instead}")
+            unsure = any(t.method == "single" and t.within_noise for t in result.comparisons)
+            noise = ", which may be noise alone" if unsure else ""
+            say(f"{result.speed_up:.2f} times as fast as the best single device{noise}{instead}")
         elif result.proven or any(
             entry.best and entry.method != "single" for entry in result.methods
         ):

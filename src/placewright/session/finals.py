@@ -23,6 +23,11 @@ class Comparison:
     half_width: float | None
     """Half the 95% confidence interval of that, over the rounds; None where there was only one."""
 
+    @property
+    def within_noise(self) -> bool:
+        """Whether the rounds leave it open which of the two is faster."""
+        return self.half_width is not None and abs(self.ratio - 1.0) <= self.half_width
+
 
 @dataclass(kw_only=True)
 class Finals:
