@@ -102,4 +102,5 @@ def test_a_round_cut_short_does_not_count() -> None:
 def test_a_gain_within_the_noise_is_no_gain(
     ratio: float, half_width: float | None, open_question: bool
 ) -> None:
-    assert Comparison("single", ratio, half_width).within_noise == open_question
+    found = Comparison(method="single", ratio=ratio, half_width=half_width)
+    assert found.within_noise == open_question

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -316,8 +317,13 @@ class Exit(nn.Module):
 
 
 def test_what_has_no_graph_is_placed_by_module_with_one_line(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A command that ran in this process before keeps its log to itself.
+    monkeypatch.setattr(logging.getLogger("placewright"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("placewright"), "handlers", [])
     module = Exit()
     program = program_of(module, torch.randn(2, 4), train=True, loss_fn=torch.sum)
     (record,) = [r for r in caplog.records if r.name.startswith("placewright")]
