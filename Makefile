@@ -40,7 +40,7 @@ soak: $(READY)
 
 fuzz: SECONDS ?= 60
 fuzz: $(READY)
-	@$(BIN)/python -m tests.fuzzing --seconds $(SECONDS)
+	@$(BIN)/python -m tests.fuzzing --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest -m gpu

@@ -8,6 +8,8 @@ class PlacewrightError(Exception):
     """Root of all errors raised on purpose; the command line prints it as one line and exits 2."""
 
     def __init__(self, message: str) -> None:
+        # Names in files may hold line breaks, of all kinds that there are.
+        message = " ".join(message.splitlines())
         if len(message) > _MOST_CHARACTERS:
             # Both ends say most: where it is, and what is likely wrong with it.
             half = (_MOST_CHARACTERS - 5) // 2

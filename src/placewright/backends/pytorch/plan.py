@@ -229,7 +229,9 @@ class Plan:
                 device_of_unit={u: tuple(of) for u, of in document["unit_devices"].items()},
                 tied=_texts(document["tied"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, NotImplementedError) as fault:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, NotImplementedError, OverflowError
+        ) as fault:  # fmt: skip
             raise PlacementError(f"{where}: malformed plan: {first_line(fault)}") from None
 
 
