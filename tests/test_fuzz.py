@@ -37,7 +37,9 @@ def test_what_it_looks_for_it_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise error
 
     def two_lines(data: bytes) -> None:
-        raise ModelError("one\ntwo")
+        error = ModelError("x")
+        error.args = ("one\ntwo",)
+        raise error
 
     def endless(data: bytes) -> None:
         while True:

@@ -91,7 +91,7 @@ def tightest(run: Run) -> tuple[int, int, int] | None:
     if not peaks and run.timeline is not None:
         peaks = tuple(run.timeline.peak_bytes.tolist())
     limits = [device.memory_bytes for device in run.problem.cluster.devices]
-    if not peaks:
+    if len(peaks) != len(limits):  # nothing known, or the record is of another machine
         return None
     device = max(range(len(peaks)), key=lambda d: peaks[d] / limits[d])
     return device, peaks[device], limits[device]

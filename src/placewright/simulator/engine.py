@@ -589,7 +589,7 @@ def _check_seconds(tables: Tables, issuing: float, shared: bool) -> None:
     """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
     devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite times nothing
         longest = np.where(np.isfinite(seconds), seconds, 0).max(axis=1).sum()
         longest += issuing
         transfers = devices * len(tables.uses)
