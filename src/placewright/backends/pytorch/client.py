@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -221,7 +222,7 @@ class Client:
         side = f"{names[moment.source]} -> {names[moment.place]}"
         return f"{maker} ({side})"
 
-    @property
+    @cached_property
     def _maker(self) -> dict[int, str]:
         """Value -> the op that makes it."""
         step = self._prepared.step
