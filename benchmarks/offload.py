@@ -411,31 +411,8 @@ class _Step:
 
 def _one_way(planner: Planner, column: str, call: str, *, least: bool = False) -> OffloadPlan:
     """The best plan in which all that is large goes one way; `least`: with the smallest buffer."""
-    costs = planner.costs.of[call]
-    heavy = max(cost.host_seconds for cost in costs.values()) / 50
-    if column == "all-by-host":
-        choices = list(planner.by_rule())
-    else:  # plans by rule for a host that takes for ever
-        slow = {
-            name: {p: replace(c, host_seconds=1e4 * c.host_seconds) for p, c in units.items()}
-            for name, units in planner.costs.of.items()
-        }
-        choices = list(replace(planner, costs=replace(planner.costs, of=slow)).by_rule())
-    made = []
-    for choice in choices:
-        away = planner.away(choice)
-        if column == "all-by-host":
-            if not choice.window_bytes:
-                made.append(
-                    replace(choice, by_host=dict.fromkeys(planner.weights, frozenset(away)))
-                )
-            continue
-        stay = frozenset(p for p in away if p not in costs or costs[p].host_seconds < heavy)
-        sizes = [u.size for u in planner.recorded.units if u.path in away and u.path not in stay]
-        if max(sizes, default=1) > choice.window_bytes:
-            continue
-        made.append(replace(choice, by_host=dict.fromkeys(planner.weights, stay)))
-    fitting = [choice for choice in made if planner.fits(choice)]
+    choices = planner.one_way(by_host=column == "all-by-host")
+    fitting = [choice for choice in choices if planner.fits(choice)]
     if least:
         smallest = min(choice.window_bytes for choice in fitting)
         fitting = [choice for choice in fitting if choice.window_bytes == smallest]

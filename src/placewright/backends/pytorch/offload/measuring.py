@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,12 +21,23 @@ from placewright.backends.pytorch.offload.runtime import Offloaded
 from placewright.backends.pytorch.offload.shapes import Workload, real_inputs
 from placewright.backends.pytorch.offload.timeline import Costs, UnitCost
 from placewright.errors import PlacementError
+from placewright.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _WARM_UP = 3
 """Passes before one counts: units are captured in the third."""
 _PASSES = 3
+_MOST_PASSES = 16
+_ENOUGH_SECONDS = 0.5
+"""That are computed in one turn of a plan, where that is not too many passes."""
+_TURNS = 3
+"""Of all plans that may be the best."""
+_CLOSE = 1.15
+"""A plan that took longer than the best by this factor is not run again."""
+_HOPELESS = 3.0
+"""A plan that is predicted to take so many times as long as the best, by measured costs, is not run
+at all."""
 _LONG_SECONDS = 1.0
 """A pass that the host computes alone is not run for its own sake where it takes longer."""
 _MOST_SLOWDOWN = 2.5
@@ -100,27 +111,38 @@ class Refinement:
     workload: Workload
     deadline: float = float("inf")
     """By `time.monotonic`: no further plan is tried after that."""
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Plan in words -> call -> seconds of a pass, as run."""
     _calls: list[str] = field(default_factory=list)
     """Those that matter; the others keep their estimated costs."""
 
     def run(self) -> OffloadPlan:
         """The placed module goes on with what was best."""
-        first = self.planner.choice_of(self._offloaded.plan)
-        shares = {c: w * self.planner.seconds(first, c) for c, w in self.planner.weights.items()}
-        self._calls = [c for c, share in shares.items() if share > _SHARE * sum(shares.values())]
-        self.planner.costs = self._costs(first)
-        found = self.planner.best(5.0, seed=0)
-        self.planner.costs = self._fitted(found)
-        found = self.planner.best(5.0, seed=1)
-        best = self._best_of(found)
-        plan = self.planner.plan(best)
-        took = self.measured["chosen"]
-        shapes = tuple(replace(s, seconds=took.get(s.name, s.seconds)) for s in plan.shapes)
+        planner = self.planner
+        first = planner.choice_of(self._offloaded.plan)
+        self._calls = self._that_matter([first])
+        planner.costs = self._costs(first)
+        found = planner.best(5.0, seed=0)
+        planner.costs = self._fitted(found)
+        found = planner.best(5.0, seed=1)
+        candidates = self.candidates(found, first)
+        self._calls = self._that_matter(candidates)
+        contest = Contest(planner.weights, planner.fits, self._measure)
+        best, took = contest.run(
+            candidates, _TURNS, lambda: time.monotonic() < self.deadline
+        )  # fmt: skip
+        plan = planner.plan(best)
+        shapes = tuple(replace(s, seconds=took[s.name]) for s in plan.shapes)
         plan = replace(plan, shapes=shapes)
         self._go_on(plan)
         return plan
+
+    def _that_matter(self, choices: Sequence[Choice]) -> list[str]:
+        """Calls that are more than a small part of a workload by any of some plans."""
+        planner = self.planner
+        return [
+            call for call, weight in planner.weights.items()
+            if any(weight * planner.seconds(choice, call) > _SHARE * planner.total(choice)
+                   for choice in choices)
+        ]  # fmt: skip
 
     @property
     def _offloaded(self) -> Offloaded:
@@ -169,7 +191,7 @@ class Refinement:
         """What a whole pass takes beyond its parts: copies beside the host's work, and the code
         between units."""
         planner, costs = self.planner, self.planner.costs
-        took = self._measure(choice)
+        took = self._measure(choice, self._calls)
         between = {}
         main = max(self._calls, key=lambda c: planner.weights[c] * took[c])
         for call in self._calls:
@@ -288,24 +310,36 @@ class Refinement:
         )
         return dict.fromkeys(self.planner.weights, some)
 
-    def _best_of(self, found: Choice) -> Choice:
-        """What is really best of the plan, the same with one more or one less that travels, and the
-        pure plans, for each call by itself: calls share only homes and the buffer."""
+    def candidates(self, found: Choice, first: Choice) -> list[Choice]:
+        """What is run before one is chosen, that which has to be among them first: the plan by
+        measured costs and the one without, all that has no room travelling or computed by the host,
+        each with as much on the device as there is room for then; and the first with one more and
+        one less that travels, all that, and nothing. Those that are slower beyond doubt are left
+        out."""
         planner = self.planner
-        best: dict[str, tuple[float, frozenset[str]]] = {}
-        tried: set[tuple[str, frozenset[str]]] = set()
-        for way in (found.by_host, *self._neighbours(found), self._nobody(found)):
-            choice = self._with(found, way)
-            calls = [c for c in self._calls if (c, choice.by_host[c]) not in tried]
-            if not calls or not planner.fits(choice) or time.monotonic() > self.deadline:
-                continue
-            for call, seconds in self._measure(choice, calls).items():
-                tried.add((call, choice.by_host[call]))
-                if call not in best or seconds < best[call][0]:
-                    best[call] = seconds, choice.by_host[call]
-        self.measured["chosen"] = {call: seconds for call, (seconds, _) in best.items()}
-        ways = {call: best[call][1] if call in best else found.by_host[call] for call in best}
-        return replace(found, by_host={**found.by_host, **ways})
+        pure = [
+            min(ways, key=planner.total)
+            for by_host in (False, True)
+            if (ways := [c for c in planner.one_way(by_host=by_host) if planner.fits(c)])
+        ]
+        variants = [
+            self._with(found, way) for way in (*self._neighbours(found), self._nobody(found))
+        ]
+        hopeful = [self._without_hopeless(choice, found) for choice in variants]
+        choices = [choice for choice in (found, first, *pure, *hopeful) if planner.fits(choice)]
+        most = _HOPELESS * min(map(planner.total, choices))
+        return [choice for choice in choices if planner.total(choice) <= most]
+
+    def _without_hopeless(self, choice: Choice, found: Choice) -> Choice:
+        """Calls have their way of `found` where that of a plan with the same homes is too slow."""
+        seconds = self.planner.seconds
+        ways = {
+            call: way
+            if seconds(choice, call) <= _HOPELESS * seconds(found, call)
+            else found.by_host[call]
+            for call, way in choice.by_host.items()
+        }
+        return replace(choice, by_host=ways)
 
     def _neighbours(self, found: Choice) -> list[dict[str, frozenset[str]]]:
         planner = self.planner
@@ -322,29 +356,116 @@ class Refinement:
                 pick = hosts if change > 0 else travel
                 way[call] = by_host ^ ({pick[len(pick) // 2]} if pick else set())
             ways.append({call: frozenset(paths) for call, paths in way.items()})
-        all_off = self._all_off(found)
-        short = {
-            call: paths
-            if self._host_seconds(planner.costs, call) < _LONG_SECONDS
-            else found.by_host[call]
-            for call, paths in all_off.items()
-        }
-        return [*ways, short]
+        return [*ways, self._all_off(found)]
 
-    def _measure(self, choice: Choice, calls: list[str] | None = None) -> dict[str, float]:
+    def _measure(self, choice: Choice, calls: Sequence[str]) -> dict[str, float]:
+        """Seconds of a pass of some calls; of those that matter to no plan, as predicted."""
         plan = self.planner.plan(choice)
         caller = self._go_on(plan)
         took = {}
-        for call in calls or self._calls:
-            once = caller(call, _WARM_UP)
-            took[call] = once if once > _LONG_SECONDS else caller(call, _PASSES)
-        words = "; ".join(
-            f"{call}: {len(plan.travelling(call))} travel, {len(plan.on_host(call))} by host"
-            for call in took
-        )
-        self.measured[words] = took
-        logger.info("%s: %s", words, took)
+        for call in calls:
+            if call in self._calls:
+                took[call] = self._passes(caller, call)
+            else:
+                took[call] = self.planner.seconds(choice, call)
+        logger.info("%s: %s", in_words(plan, self._calls), took)
         return took
+
+    def _passes(self, caller: Caller, call: str) -> float:
+        once = caller(call, 1)
+        if once > _LONG_SECONDS:
+            return once  # what comes on top in a first pass is little beside that
+        once = caller(call, _WARM_UP - 1)
+        return caller(call, max(_PASSES, min(_MOST_PASSES, int(_ENOUGH_SECONDS / once))))
+
+
+def in_words(plan: OffloadPlan, calls: Sequence[str]) -> str:
+    """What becomes of the weights in some calls."""
+    said = (
+        f"{call}: {len(plan.travelling(call))} travel, {len(plan.on_host(call))} by host"
+        for call in calls
+    )
+    return f"{'; '.join(said)}; buffer {format_bytes(plan.window_bytes)}"
+
+
+@dataclass
+class Contest:
+    """Plans that are run in turns, and which of them took least: what slows the machine down for a
+    while does so to all of them.
+
+    Calls share homes and the buffer only. So of the plans that have these in common, each call has
+    the way that is best for it, if all of them together have room.
+    """
+
+    weights: Mapping[str, float]
+    """Of the calls."""
+    fits: Callable[[Choice], bool]
+    measure: Callable[[Choice, Sequence[str]], Mapping[str, float]]
+    """Seconds of some calls by a plan."""
+    times: dict[tuple[Hashable, str, frozenset[str]], list[float]] = field(default_factory=dict)
+    """(Homes and buffer, call, who is computed by the host) -> as measured."""
+
+    def run(
+        self, choices: Sequence[Choice], turns: int, goes_on: Callable[[], bool]
+    ) -> tuple[Choice, Mapping[str, float]]:
+        """The best, and what its calls took. From the second turn on only plans are run that may
+        still be it. The first plan is always run."""
+        for turn in range(turns):
+            for choice in choices:
+                if self.times and not goes_on():
+                    break
+                calls = self._open(choice, turn)
+                if calls:
+                    for call, seconds in self.measure(choice, calls).items():
+                        self.times.setdefault(_key(choice, call), []).append(seconds)
+        tried = [c for c in choices if all(_key(c, call) in self.times for call in self.weights)]
+        combined = {_place(c): self._combined(c, tried) for c in tried}
+        best = min([*tried, *filter(self.fits, combined.values())], key=self._total)
+        return best, {call: self._seconds(best, call) for call in self.weights}
+
+    def _open(self, choice: Choice, turn: int) -> list[str]:
+        """The calls that are worth another run by a plan."""
+        calls = [c for c in self.weights if len(self.times.get(_key(choice, c), ())) <= turn]
+        if not turn:
+            return calls
+        places: dict[Hashable, dict[str, float]] = {}
+        for (place, call, _), times in self.times.items():
+            least = places.setdefault(place, {})
+            least[call] = min(least.get(call, float("inf")), statistics.median(times))
+        totals = {
+            place: sum(w * least.get(call, float("inf")) for call, w in self.weights.items())
+            for place, least in places.items()
+        }
+        here = _place(choice)
+        if totals.get(here, 0.0) > _CLOSE * min(totals.values()):
+            return []
+        return [
+            c for c in calls
+            if _key(choice, c) not in self.times
+            or self._seconds(choice, c) <= _CLOSE * places[here][c]
+        ]  # fmt: skip
+
+    def _combined(self, like: Choice, tried: Sequence[Choice]) -> Choice:
+        alike = [choice for choice in tried if _place(choice) == _place(like)]
+        ways = {}
+        for call in self.weights:
+            times = [self._seconds(choice, call) for choice in alike]
+            ways[call] = alike[times.index(min(times))].by_host[call]
+        return replace(like, by_host=ways)
+
+    def _seconds(self, choice: Choice, call: str) -> float:
+        return statistics.median(self.times[_key(choice, call)])
+
+    def _total(self, choice: Choice) -> float:
+        return sum(weight * self._seconds(choice, call) for call, weight in self.weights.items())
+
+
+def _place(choice: Choice) -> Hashable:
+    return choice.at_home, choice.window_bytes
+
+
+def _key(choice: Choice, call: str) -> tuple[Hashable, str, frozenset[str]]:
+    return _place(choice), call, choice.by_host[call]
 
 
 def refine(

@@ -269,6 +269,37 @@ class Planner:
             nobody = dict.fromkeys(self.weights, frozenset[str]())
             yield Choice(frozenset(), nobody, 0)
 
+    def one_way(self, *, by_host: bool) -> Iterator[Choice]:
+        """Plans in which all that has no room on the device is computed by the host, or else all of
+        it travels, but for what hardly matters: an embedding of which a few rows are read."""
+        if by_host:
+            for choice in self.by_rule():
+                if not choice.window_bytes:
+                    away = frozenset(self.away(choice))
+                    yield replace(choice, by_host=dict.fromkeys(self.weights, away))
+            return
+        # What is at home is chosen as for a host that takes for ever.
+        slow = {
+            call: {path: replace(c, host_seconds=1e4 * c.host_seconds) for path, c in costs.items()}
+            for call, costs in self.costs.of.items()
+        }
+        light = {call: self._light(call) for call in self.weights}
+        for choice in replace(self, costs=replace(self.costs, of=slow)).by_rule():
+            away = frozenset(self.away(choice))
+            ways = {call: away & paths for call, paths in light.items()}
+            moved = replace(choice, by_host=ways)
+            if self._may_travel(moved):
+                yield moved
+
+    def _light(self, call: str) -> frozenset[str]:
+        """Units that a call does not use, or that the host computes in next to no time."""
+        costs = self.costs.of[call]
+        little = max((cost.host_seconds for cost in costs.values()), default=0.0) / 50
+        return frozenset(
+            u.path for u in self._movable
+            if u.path not in costs or costs[u.path].host_seconds < little
+        )  # fmt: skip
+
     def _with_window(
         self, window: int, can_travel: set[str], *, tight: bool = False
     ) -> Iterator[Choice]:
