@@ -6,13 +6,16 @@
 
 The GPU may give a share of the weights' bytes. Each row is one way of running one shape: seconds of
 a call, the most memory of the GPU at once, how far the outputs are from those of the whole model on
-the GPU, and for plans what was predicted. Rows that are in the file are not made again.
+the GPU and from those of the same weights in float32, and for plans what was predicted.
+
+Every row is written when it is made, and rows that are in the file are not made again: so it can be
+run in parts (`--seconds`), and what matters most comes first.
 
 | column | what it is |
 |---|---|
 | `all-on-gpu` | the whole model on the GPU, without a limit: what outputs are compared with |
-| `accelerate` | `dispatch_model`: as much as fits, the rest from pageable memory each time |
-| `accelerate-pinned` | the same, with the rest in page-locked memory |
+| `accelerate` | `device_map="auto"`, which sends what has no room from pageable memory each time |
+| `accelerate-pinned` | as much as fits, the rest from page-locked memory each time |
 | `all-travel` | everything off the GPU travels from page-locked memory, ahead of use |
 | `all-by-host` | everything off the GPU is computed by the host's cores |
 | `group-offload` | diffusers' group offload with a stream, where diffusers is installed |
@@ -30,7 +33,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +42,11 @@ import torch
 from torch import nn
 
 import placewright.torch as pt
-from benchmarks.common import RESULTS, add_csv, made_by, read_csv
+from benchmarks.common import RESULTS, made_by, merge_csv, read_csv
 from placewright.backends.pytorch.offload.estimating import estimated_costs
 from placewright.backends.pytorch.offload.links import Link, SlowLink, open_link
 from placewright.backends.pytorch.offload.measuring import refine
-from placewright.backends.pytorch.offload.plan import OffloadPlan, Shape, UnitPlan
+from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
 from placewright.backends.pytorch.offload.planner import Limits, Planner
 from placewright.backends.pytorch.offload.products import product
 from placewright.backends.pytorch.offload.recording import Recorded, record
@@ -57,8 +60,11 @@ SHARES = (0.5, 0.25, 0.75)
 SHAPES = ("decode-1", "decode-8", "prefill-128", "prefill-512", "prefill-2048")
 COLUMNS = ("simulated", "measured", "floor", "all-travel", "all-by-host", "accelerate",
            "accelerate-pinned", "group-offload")  # fmt: skip
+FIRST_SHAPES = ("decode-1", "prefill-128", "step")
+"""Of each model, before the others."""
 CACHED = 512
 _RESERVED = 128 * 2**20
+_REFINE_SECONDS = 45.0
 
 
 class Dit(nn.Module):
@@ -172,6 +178,9 @@ class Bench:
     placed: Any = field(init=False)
     link: Link = field(init=False)
     references: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Shape -> what the whole model on the GPU returns."""
+    exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Shape -> what it returns in float32."""
 
     def __post_init__(self) -> None:
         self.device = "cpu:1" if self.small else "cuda:0"
@@ -181,7 +190,7 @@ class Bench:
         self.model = build(self.name, self.small)
         self.recorded = record(self.model, workload_of(self.name, "prefill-128", self.small)[0])
         self.size = sum(unit.own_size for unit in self.recorded.units)
-        self.placed = offload(self.model, self._all_on_gpu(self.recorded, "all", 1), self.link)
+        self.placed = offload(self.model, self._plan_with(self.recorded, "all", ()), self.link)
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in self.placed.parameters():
@@ -192,33 +201,48 @@ class Bench:
         self.link.finish()
         print(f"{self.name}: {self.size / 1e9:.2f} GB made in {time.perf_counter() - begun:.1f} s")
 
-    def _all_on_gpu(self, recorded: Recorded, call: str, rows: int) -> OffloadPlan:
-        units = tuple(
-            UnitPlan(path=u.path, size=u.size, home=self.device, computed_on={call: self.device})
-            for u in recorded.units
-        )
+    def _plan_with(self, recorded: Recorded, call: str, away: Collection[str]) -> OffloadPlan:
+        """Some weights on the host, which computes with them, and all others on the GPU."""
+        units = []
+        for unit in recorded.units:
+            where = HOST if unit.path in away else self.device
+            units.append(
+                UnitPlan(path=unit.path, size=unit.size, home=where, computed_on={call: where})
+            )
         return OffloadPlan(
-            model=type(self.model).__name__, device=self.device, units=units,
-            shapes=(Shape(name=call, rows=rows),), window_bytes=0,
+            model=type(self.model).__name__, device=self.device, units=tuple(units),
+            shapes=(Shape(name=call, rows=1),), window_bytes=0,
         )  # fmt: skip
 
     # --- one shape -------------------------------------------------------------------------------
 
     def prepare(self, shapes: list[str]) -> Iterator[dict[str, Any]]:
-        """Outputs of the whole model on the GPU."""
-        for shape in shapes:
+        """Outputs of the whole model on the GPU, and of the same in float32 where there is room."""
+        new = [shape for shape in shapes if shape not in self.references]
+        if not new:
+            return
+        self.placed.offload.use(self._plan_with(self.recorded, "all", ()))
+        # The model, a copy of it, and that in float32.
+        if self.small or torch.cuda.mem_get_info()[0] > 3.5 * self.size:
+            whole = copy.deepcopy(self.model).float()
+            for shape in new:
+                step = _Step(self.name, shape, self.small, whole, self.link, torch.float32)
+                self.exact[shape] = step.run().cpu()
+                del step
+            del whole
+            if not self.small:
+                torch.cuda.empty_cache()
+        for shape in new:
             row = {"model": self.name, "share": 1.0, "shape": shape, "column": "all-on-gpu"}
-            call = workload_of(self.name, shape, self.small)[1]
-            yield self._run(row, shape, call, self.placed, self._passes(0.1))
+            yield self._run(row, shape, self.placed, self._passes(0.1))
 
     def cell(self, share: float, shape: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         """The rows of one shape with one limit."""
         workload, call = workload_of(self.name, shape, self.small)
         recorded = record(self.model, workload)
         begun = time.perf_counter()
-        item = 2
         costs = estimated_costs(
-            recorded, self.cluster, self.device, itemsize=item,
+            recorded, self.cluster, self.device, itemsize=2,
             captured=workload.static_cache and not self.small,
         )  # fmt: skip
         limits = Limits(
@@ -231,14 +255,25 @@ class Bench:
         took = time.perf_counter() - begun
         if took > 20:
             print(f"  planned in {took:.1f} s")
+        if "floor" in columns and "measured" not in columns:
+            columns = ["measured", *columns]
         for column in columns:
+            if column == "floor":
+                continue  # comes with what was measured
             row: dict[str, Any] = {
                 "model": self.name, "share": share, "shape": shape, "column": column,
             }  # fmt: skip
             if time.monotonic() > self.deadline:
                 return
             try:
-                yield self._column(row, workload, call, planner, plan, took)
+                row = self._column(row, workload, call, planner, plan, took)
+                yield row
+                if column == "measured":  # by what was measured
+                    floor = planner.floor_seconds(call)
+                    yield {
+                        **{key: row[key] for key in (*KEYS, "limit_bytes")},
+                        "column": "floor", "seconds": floor, "costs": planner.costs.source,
+                    }  # fmt: skip
             except Exception as fault:
                 traceback.print_exc()
                 yield {
@@ -256,43 +291,40 @@ class Bench:
             self.placed.offload.use(plan)
             row |= {"predicted_seconds": plan.shape(call).seconds, "plan_seconds": plan_seconds,
                     "plan": _said(plan, call)}  # fmt: skip
-            return self._run(row, shape, call, self.placed, self._passes(plan.shape(call).seconds))
+            return self._run(row, shape, self.placed, self._passes(plan.shape(call).seconds))
         if column == "measured":
             begun = time.perf_counter()
             self.placed.offload.use(plan)
-            plan = refine(self.placed, planner, workload, seconds=20.0)
+            plan = refine(self.placed, planner, workload, seconds=_REFINE_SECONDS)
             found = plan.shape(call)
             row |= {"predicted_seconds": found.seconds, "plan": _said(plan, call),
                     "plan_seconds": plan_seconds + time.perf_counter() - begun}  # fmt: skip
-            self.floor = found.floor_seconds
             row["costs"] = _costs_said(planner.costs, call)
-            return self._run(row, shape, call, self.placed, self._passes(found.seconds))
-        if column == "floor":
-            return row | {"seconds": planner.floor_seconds(call)}
+            return self._run(row, shape, self.placed, self._passes(found.seconds))
         if column in ("all-travel", "all-by-host"):
             plan = _one_way(planner, column, call)
             self.placed.offload.use(plan)
             seconds = plan.shape(call).seconds
-            row |= {"predicted_seconds": seconds, "plan": _said(plan, call)}
-            return self._run(row, shape, call, self.placed, self._passes(seconds))
+            row |= {"predicted_seconds": seconds, "plan": _said(plan, call),
+                    "costs": planner.costs.source}  # fmt: skip
+            return self._run(row, shape, self.placed, self._passes(seconds))
         if column == "group-offload":
-            return self._group_offload(row, shape, call)
-        self.placed.offload.use(_one_way(planner, "all-travel", call, least=True))
-        return self._accelerate(row, shape, call, pinned=column.endswith("pinned"))
+            return self._group_offload(row, shape)
+        return self._accelerate(row, shape, call, planner)
 
     def _passes(self, seconds: float | None) -> int:
         return max(1, min(8, int(1.5 / max(1e-3, seconds or 1.0))))
 
-    def _run(
-        self, row: dict[str, Any], shape: str, call: str, module: Any, passes: int
-    ) -> dict[str, Any]:
+    def _run(self, row: dict[str, Any], shape: str, module: Any, passes: int) -> dict[str, Any]:
         """Warms up, takes the time of some calls, and compares what the first one returned."""
         if not self.small:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        step = _Step(self.name, shape, self.small, module, self.link, warm=4 + passes)
-        first = step.run()
-        row["largest_difference"] = self._difference(shape, first)
+        step = _Step(self.name, shape, self.small, module, self.link, times=4 + passes)
+        first = step.run().float().cpu()
+        row["largest_difference"] = _difference(first, self.references.setdefault(shape, first))
+        if shape in self.exact:
+            row["from_float32"] = _difference(first, self.exact[shape])
         for _ in range(3 if passes > 1 else 1):
             step.run()
         times = []
@@ -307,64 +339,94 @@ class Bench:
             row["peak_bytes"] = torch.cuda.max_memory_allocated()
         return row
 
-    def _difference(self, shape: str, output: torch.Tensor) -> float:
-        """Of the outputs, in parts of the largest."""
-        output = output.float().cpu()
-        if shape not in self.references:
-            self.references[shape] = output
-        expected = self.references[shape]
-        return float((output - expected).abs().max() / expected.abs().max())
-
     # --- others ----------------------------------------------------------------------------------
 
     def _accelerate(
-        self, row: dict[str, Any], shape: str, call: str, *, pinned: bool
+        self, row: dict[str, Any], shape: str, call: str, planner: Planner
     ) -> dict[str, Any]:
         try:
-            from accelerate import dispatch_model
+            from accelerate import dispatch_model, infer_auto_device_map
         except ImportError:
             return row | {"fault": "accelerate is not installed"}
-        offloaded = self.placed.offload
-        plan = offloaded.plan
+        offloaded, pinned = self.placed.offload, row["column"].endswith("pinned")
+        places: dict[str, int | str]
+        if pinned:
+            plan = _one_way(planner, "all-travel", call, least=True)
+            places = {u.path: "cpu" if u.home == HOST else 0 for u in plan.units if u.size}
+        else:
+            room = planner.limits.device_bytes - planner.working_bytes({})
+            places = infer_auto_device_map(
+                self.model, max_memory={0: room, "cpu": 10**12},
+                no_split_module_classes=list(getattr(self.model, "_no_split_modules", ())),
+            )  # fmt: skip
+            plan = self._plan_with(planner.recorded, call, _away(places, planner.recorded))
+        offloaded.use(plan)
+        row["plan"] = f"{plan.resident_bytes / 1e6:.0f} MB on the GPU"
         offloaded.window = type(offloaded.window)(self.link, 0, {})  # its buffer is accelerate's
-        away = [unit for unit in offloaded.units.values() if unit.plan.home != self.device]
+        away = [unit for unit in offloaded.units.values() if unit.plan.home == HOST]
         try:
             if not pinned:
                 for unit in away:
                     for name, tensor in unit.home.tensors.items():
                         tensor.data = unit.home.value(name).clone()
-            shared = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-            module = copy.deepcopy(self.model, dict(shared))
-            places = {u.path: 0 if u.home == self.device else "cpu" for u in plan.units if u.size}
+            module = self._same_weights()
+            if self.small:
+                places = dict.fromkeys(places, "cpu")
             module = dispatch_model(
-                module, device_map=places, main_device=0,
+                module, device_map=places, main_device="cpu" if self.small else 0,
                 skip_keys=getattr(module, "_skip_keys_device_placement", None), force_hooks=True,
             )  # fmt: skip
-            return self._run(row, shape, call, module, 2)
+            return self._run(row, shape, module, 2)
         finally:
             for unit in away:
                 unit.home.at_home()
             offloaded.use(plan)
 
-    def _group_offload(self, row: dict[str, Any], shape: str, call: str) -> dict[str, Any]:
+    def _same_weights(self) -> Any:
+        """Another module with the same parameters, for others to put their hooks on."""
+        shared = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
+        return copy.deepcopy(self.model, dict(shared))
+
+    def _group_offload(self, row: dict[str, Any], shape: str) -> dict[str, Any]:
         try:
             from diffusers.hooks import apply_group_offloading  # type: ignore[import-not-found]
         except ImportError:
             return row | {"fault": "diffusers is not installed"}
         offloaded = self.placed.offload
-        plan = offloaded.plan
-        shared = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-        module = copy.deepcopy(self.model, dict(shared))
-        apply_group_offloading(
-            module, onload_device=torch.device("cuda:0"), offload_device=torch.device("cpu"),
-            offload_type="block_level", num_blocks_per_group=1, use_stream=True,
-        )  # fmt: skip
+        # It keeps nothing on the GPU, and page-locks copies of its own.
+        movable = {unit.path for unit in self.recorded.units if unit.can_move and unit.size}
+        plan = self._plan_with(self.recorded, "all", movable)
+        offloaded.use(plan)
+        module = self._same_weights()
         try:
-            return self._run(row, shape, call, module, 2)
+            apply_group_offloading(
+                module, onload_device=torch.device("cpu" if self.small else "cuda:0"),
+                offload_device=torch.device("cpu"), offload_type="block_level",
+                num_blocks_per_group=1, use_stream=not self.small, record_stream=not self.small,
+                # It looks for blocks among a module's own children only.
+                block_modules=None if self.name == "dit" else ["model"],
+            )  # fmt: skip
+            return self._run(row, shape, module, 2)
         finally:
             for unit in offloaded.units.values():
                 unit.home.at_home()
             offloaded.use(plan)
+
+
+def _away(places: Mapping[str, int | str], recorded: Recorded) -> set[str]:
+    """Units that a device map has on the host."""
+
+    def place(path: str) -> int | str:
+        while path and path not in places:
+            path = path.rpartition(".")[0]
+        return places.get(path, 0)
+
+    return {u.path for u in recorded.units if u.size and u.can_move and place(u.path) == "cpu"}
+
+
+def _difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """In parts of the largest."""
+    return float((output - expected).abs().max() / expected.abs().max())
 
 
 class _Step:
@@ -372,8 +434,9 @@ class _Step:
     the calls before."""
 
     def __init__(
-        self, name: str, shape: str, small: bool, module: Any, link: Link, warm: int
-    ) -> None:
+        self, name: str, shape: str, small: bool, module: Any, link: Link,
+        dtype: torch.dtype | None = None, *, times: int = 1,
+    ) -> None:  # fmt: skip
         self._module, self._link = module, link
         workload, call = workload_of(name, shape, small)
         device = link.device
@@ -383,7 +446,8 @@ class _Step:
             if not isinstance(tensor, torch.Tensor):
                 return tensor
             if tensor.is_floating_point():
-                return torch.randn(tensor.shape, generator=generator).to(tensor.dtype).to(device)
+                numbers = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                return numbers.to(dtype or tensor.dtype).to(device)
             return torch.randint(0, 200, tensor.shape, generator=generator).to(device)
 
         calls = {
@@ -396,7 +460,7 @@ class _Step:
 
             before = calls[str(workload.calls[call].continues)]
             tokens = before["input_ids"].shape[1]
-            cache = StaticCache(config=module.config, max_cache_len=tokens + warm + 8)
+            cache = StaticCache(config=module.config, max_cache_len=tokens + times + 8)
             with torch.no_grad():
                 module(**before, past_key_values=cache)
             self._kwargs["past_key_values"] = cache
@@ -497,16 +561,17 @@ def probe() -> Iterator[dict[str, Any]]:
 _PAGE = """# Models that do not fit
 
 `offload.csv`: seconds of a call (median), with what a plan predicted, the most memory of the GPU at
-once and its limit, and the largest difference of outputs from the whole model's on the GPU, as a
-share of the largest output. `probe.csv`: what memory and link reach. `benchmarks/offload.py` says
-what the columns are.
+once and its limit, and the largest difference of outputs from the whole model's on the GPU
+(`largest_difference`) and from those of the same weights in float32 (`from_float32`; that of
+`all-on-gpu` is what bfloat16 makes), as shares of the largest output. `probe.csv`: what memory and
+link reach. `benchmarks/offload.py` says what the columns are.
 """
 
 # --- all -----------------------------------------------------------------------------------------
 
 FIELDS = (
     "model", "share", "shape", "column", "seconds", "calls", "predicted_seconds", "plan_seconds",
-    "peak_bytes", "limit_bytes", "largest_difference", "plan", "costs", "fault",
+    "peak_bytes", "limit_bytes", "largest_difference", "from_float32", "plan", "costs", "fault",
 )  # fmt: skip
 KEYS = ("model", "share", "shape", "column")
 
@@ -532,28 +597,32 @@ def main() -> int:
 
     def write(row: dict[str, Any]) -> None:
         line = {name: _text(row.get(name, "")) for name in FIELDS}
-        add_csv(path, line)
+        merge_csv(path, [line], *KEYS)
         print("  " + ", ".join(f"{k} {v}" for k, v in line.items() if v), flush=True)
 
     if arguments.probe:
         for row in probe():
-            add_csv(arguments.output / "probe.csv", {k: _text(v) for k, v in row.items()})
+            line = {k: _text(v) for k, v in row.items()}
+            merge_csv(arguments.output / "probe.csv", [line], "what")
             print(row, flush=True)
-    for name in arguments.models:
-        shapes = ["step"] if name == "dit" else arguments.shapes
+    bench: Bench | None = None
+    for name, cells in in_order(arguments.models, arguments.shares, arguments.shapes):
         wanted = {
             (share, shape): [
                 column for column in arguments.columns
                 if tuple(map(_text, (name, share, shape, column))) not in done
             ]
-            for share in arguments.shares
-            for shape in shapes
+            for share, shape in cells
         }  # fmt: skip
         wanted = {cell: columns for cell, columns in wanted.items() if columns}
         if not wanted or time.monotonic() > deadline:
             continue
         try:
-            bench = Bench(name, arguments.small, deadline)
+            if bench is None or bench.name != name:
+                bench = None  # its memory is for the next one
+                if not arguments.small:
+                    torch.cuda.empty_cache()
+                bench = Bench(name, arguments.small, deadline)
             for row in bench.prepare(list(dict.fromkeys(shape for _, shape in wanted))):
                 if tuple(_text(row[key]) for key in KEYS) not in done:
                     write(row)
@@ -562,11 +631,29 @@ def main() -> int:
                     write(row)
         except Exception:
             traceback.print_exc()
-        bench = None  # type: ignore[assignment]
-        if not arguments.small:
-            torch.cuda.empty_cache()
-    (arguments.output / "README.md").write_text(f"{_PAGE}\n{made_by()}\n", encoding="utf-8")
+            bench = None
+    page = arguments.output / "README.md"
+    before = page.read_text(encoding="utf-8") if page.is_file() else _PAGE
+    page.write_text(f"{before.rstrip()}\n\n{made_by()}\n", encoding="utf-8")
     return 0
+
+
+def in_order(
+    models: list[str], shares: list[float], shapes: list[str]
+) -> Iterator[tuple[str, list[tuple[float, str]]]]:
+    """Models with (share, shape) of their cells, what matters most first: of each model the main
+    shapes with the first share, then its other shapes, then other shares."""
+
+    def turn(cell: tuple[float, str]) -> int:
+        share, shape = cell
+        return 2 if share != shares[0] else int(shape not in FIRST_SHAPES)
+
+    for part in range(3):
+        for name in models:
+            own = ["step"] if name == "dit" else shapes
+            cells = [(share, shape) for share in shares for shape in own]
+            if found := [cell for cell in cells if turn(cell) == part]:
+                yield name, found
 
 
 def _text(value: Any) -> str:

@@ -922,7 +922,57 @@ def test_the_benchmark_runs_on_two_memories(name: str, shape: str) -> None:
     assert not any("fault" in row for row in rows.values())
     # The same numbers as without a limit, within those of 16 bits.
     assert all(rows[c]["largest_difference"] < 0.05 for c in columns if c != "floor")
+    assert all(0 < rows[c]["from_float32"] < 0.1 for c in columns if c != "floor")
     assert all(row["seconds"] > 0 for row in rows.values())
+
+
+def test_the_benchmark_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import offload as bench
+    from benchmarks.common import read_csv
+
+    def run(*options: str) -> list[tuple[str, str, str]]:
+        settings = ["--small", "--models", "dit", "--shares", "0.75", "--output", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", ["offload", *settings, *options])
+        assert bench.main() == 0
+        rows = read_csv(tmp_path / "offload.csv")
+        return [(row["column"], row["seconds"], row["fault"]) for row in rows]
+
+    assert run("--columns", "all-by-host", "--seconds", "0") == []
+    first = run("--columns", "all-by-host")
+    assert [column for column, _, _ in first] == ["all-on-gpu", "all-by-host"]
+    again = run("--columns", "all-by-host", "group-offload")
+    assert again[:2] == first  # as they were
+    assert [column for column, _, _ in again[2:]] == ["group-offload"]
+    # What could not be made before is tried again, and its row replaced.
+    assert [column for column, _, _ in run("--columns", "group-offload")] == [
+        c for c, _, _ in again
+    ]
+
+
+def test_the_benchmark_begins_with_what_matters_most() -> None:
+    from benchmarks import offload as bench
+
+    cells = [
+        (name, share, shape)
+        for name, some in bench.in_order(["llama", "dit"], [0.5, 0.25], ["decode-1", "decode-8"])
+        for share, shape in some
+    ]
+    assert cells == [
+        ("llama", 0.5, "decode-1"), ("dit", 0.5, "step"), ("llama", 0.5, "decode-8"),
+        ("llama", 0.25, "decode-1"), ("llama", 0.25, "decode-8"), ("dit", 0.25, "step"),
+    ]  # fmt: skip
+
+
+def test_homes_by_accelerate_s_device_map() -> None:
+    from benchmarks import offload as bench
+
+    recorded = record(Stack(3), WORKLOAD)
+    assert bench._away({"": 0}, recorded) == set()
+    assert bench._away({"blocks.0": 0, "blocks": "cpu", "head": 0}, recorded) == {
+        "blocks.1", "blocks.2",
+    }  # fmt: skip
 
 
 def test_other_costs_make_another_plan() -> None:

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _WARM_UP = 3
 """Passes before one counts: units are captured in the third."""
 _PASSES = 3
-_MOST_PASSES = 16
-_ENOUGH_SECONDS = 0.5
+_MOST_PASSES = 8
+_ENOUGH_SECONDS = 0.4
 """That are computed in one turn of a plan, where that is not too many passes."""
 _TURNS = 3
 """Of all plans that may be the best."""
@@ -360,15 +360,13 @@ class Refinement:
 
     def _measure(self, choice: Choice, calls: Sequence[str]) -> dict[str, float]:
         """Seconds of a pass of some calls; of those that matter to no plan, as predicted."""
-        plan = self.planner.plan(choice)
-        caller = self._go_on(plan)
-        took = {}
-        for call in calls:
-            if call in self._calls:
-                took[call] = self._passes(caller, call)
-            else:
-                took[call] = self.planner.seconds(choice, call)
-        logger.info("%s: %s", in_words(plan, self._calls), took)
+        took = {call: self.planner.seconds(choice, call) for call in calls}
+        real = [call for call in calls if call in self._calls]
+        if real:
+            plan = self.planner.plan(choice)
+            caller = self._go_on(plan)
+            took |= {call: self._passes(caller, call) for call in real}
+            logger.info("%s: %s", in_words(plan, real), took)
         return took
 
     def _passes(self, caller: Caller, call: str) -> float:
