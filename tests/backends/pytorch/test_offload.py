@@ -580,6 +580,27 @@ def test_generate_works(llama: Any, cache: str | None) -> None:
     assert (placed.offload.graphs.count > 5) == (cache == "static")
 
 
+def test_experts_of_any_type_are_recorded_and_run() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=3, num_local_experts=4, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    recorded = record(model, pt.generation(prompt=8, new=4))
+    layer = next(unit for unit in recorded.units if unit.path == "model.layers.1")
+    # Two of four experts for each token, each of three matrices of 32 by 32.
+    assert layer.of["decode"].flops >= 2 * 2 * 3 * 32 * 32
+    assert layer.of["decode"].read_bytes < 0.8 * layer.size
+    other = copy.deepcopy(model)
+    plan = plan_for(model, {f"model.layers.{n}": way for n, way in enumerate("sc")})
+    placed = offload(model, plan, SlowLink(FAST))
+    ids = torch.randint(0, 64, (1, 8))
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(placed.generate(ids, **settings), other.generate(ids, **settings))
+
+
 # --- planning ------------------------------------------------------------------------------------
 
 

@@ -93,7 +93,7 @@ class _Watch(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _called(func, args, kwargs or {})
         computes = False
         for leaf in pytree.tree_leaves(result):
             if not isinstance(leaf, torch.Tensor):
@@ -318,6 +318,15 @@ def _kind(module: Any, tensors: Mapping[str, torch.Tensor], path: str) -> str:
 
 def _bytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value))
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's products of a layer of experts know one type on tensors without values, and compute
+    with any."""
+    if getattr(func, "overloadpacket", None) in _FLOPS and args[0].dtype != torch.bfloat16:
+        matrices = [matrix.to(torch.bfloat16) for matrix in args[:2]]
+        return func(*matrices, *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _grouped_product(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
