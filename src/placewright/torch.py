@@ -37,7 +37,7 @@ from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
 from placewright.backends.pytorch.offload.plan import OffloadPlan
 from placewright.backends.pytorch.offload.planned import PlannedOffload
 from placewright.backends.pytorch.offload.planned import plan_offload as _plan_offload
-from placewright.backends.pytorch.offload.shapes import Call, Workload, generation
+from placewright.backends.pytorch.offload.shapes import Call, Workload, generation, training
 from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import Cluster, chosen, with_memory
@@ -55,7 +55,7 @@ from placewright.units import format_seconds, parse_duration
 __all__ = [
     "AccelerateConfig", "Call", "Inputs", "OffloadPlan", "Plan", "Planned", "PlannedOffload",
     "TorchModel", "Workload", "accelerate", "accelerate_step", "generation", "load",
-    "load_checkpoint", "offload", "place", "plan", "plan_offload",
+    "load_checkpoint", "offload", "place", "plan", "plan_offload", "training",
 ]  # fmt: skip
 
 if "placewright" not in torch._dynamo.list_backends(exclude_tags=()):
@@ -207,8 +207,8 @@ def plan_offload(
     Args:
         model: the module; it may be on `meta`.
         workload: what it is called with and how often: a `Workload`, such as
-            `generation(prompt=512, new=256)`; a mapping of names to `(inputs, weight)`; or the
-            inputs of the only call.
+            `generation(prompt=512, new=256)` or `training(inputs, torch.optim.Adam)`; a mapping of
+            names to `(inputs, weight)`; or the inputs of the only call.
         memory: bytes, or a text such as `8GiB`, that the device may give, by its name; and that the
             host may give, as `cpu`.
         devices: this machine, or a cluster (a file, a preset) that has the device.

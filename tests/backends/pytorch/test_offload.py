@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ from placewright.backends.pytorch.offload import checkpoint, links
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
-from placewright.backends.pytorch.offload.planner import Limits, Planner
+from placewright.backends.pytorch.offload.planner import Choice, Limits, Planner
 from placewright.backends.pytorch.offload.products import HostProducts, product
 from placewright.backends.pytorch.offload.recording import record
 from placewright.backends.pytorch.offload.runtime import offload
@@ -1045,3 +1046,102 @@ def test_units_that_are_not_products_are_left_to_torch() -> None:
     assert "forward" not in experts.gate.__dict__
     assert products.serve(Block(64))
     assert not products.serve(nn.ReLU())
+
+
+# --- plans for training --------------------------------------------------------------------------
+
+
+def test_a_recording_sees_what_training_takes() -> None:
+    model = Stack(4)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    recorded = record(model, pt.training(torch.zeros(8, 16), torch.optim.Adam))
+    units = {unit.path: unit for unit in recorded.units}
+    weights = sum(p.numel() * 4 for p in Block(16).parameters())
+    assert [units[f"blocks.{n}"].gradient_bytes for n in range(4)] == [0, weights, 0, weights]
+    assert [units[f"blocks.{n}"].state_bytes for n in range(4)] == [0, 2 * weights, 0, 2 * weights]
+    # The first is neither trained nor on the way to what is; the third is on the way.
+    assert [units[f"blocks.{n}"].of["step"].passes for n in range(4)] == [1, 3, 2, 3]
+    # Of each row, what the second product of a block is made from.
+    assert units["blocks.0"].kept_bytes == 0
+    assert units["blocks.1"].kept_bytes >= 8 * 32 * 4
+    plain = record(model, pt.training(torch.zeros(8, 16), torch.optim.SGD))
+    assert all(unit.state_bytes == 0 for unit in plain.units)
+    with pytest.raises(PlacementError, match="continues a cache, which training steps cannot"):
+        pt.Workload(calls=pt.generation().calls, train=True)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_gradients_and_state_are_planned_for_where_weights_live(optimizer: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(10, width=64), torch.randn(4, 64)
+    other = copy.deepcopy(model)
+    limit = 600_000
+    called = pt.plan_offload(model, x, memory={DEVICE: limit})
+    planned = pt.plan_offload(model, pt.training(x, optimizer), memory={DEVICE: limit})
+    plan = planned.plan
+    assert 0 < plan.resident_bytes < called.plan.resident_bytes
+    assert plan.resident_bytes + plan.window_bytes + plan.working_bytes <= limit
+    assert any("optimizer keeps" in note for note in plan.notes)
+    floor = plan.shapes[0].floor_seconds
+    assert floor is not None
+    assert plan.shapes[0].seconds is not None
+    assert floor <= plan.shapes[0].seconds
+
+    placed = planned.apply(model)
+    ours, theirs = optimizer(placed.parameters(), lr=0.1), optimizer(other.parameters(), lr=0.1)
+    for module, update in ((placed, ours), (other, theirs)):
+        for _ in range(2):
+            update.zero_grad()
+            module(x).square().mean().backward()
+            update.step()
+    for one, two in zip(placed.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+    # What is there beside the weights that live on the device is what was planned for.
+    there = [
+        tensor
+        for unit in placed.offload.units.values() if unit.plan.home == DEVICE
+        for tensor in unit.home.tensors.values()
+    ]  # fmt: skip
+    state = [s for t in there for s in ours.state[t].values() if s.dim()]
+    beside = sum(t.numel() * 4 for t in [*(t.grad for t in there), *state])
+    assert 0 < beside <= plan.working_bytes
+    with pytest.raises(PlacementError, match=r"training steps .* use evaluate='simulate'"):
+        planned.apply(copy.deepcopy(other), evaluate="measure")
+
+
+def test_a_training_step_is_planned_with_its_way_back() -> None:
+    x = torch.zeros(1, 16)
+    model = Stack(6)
+    simple = planner_of(model, 4.0, link=1.0, host=100.0)
+    planner = replace(
+        simple, recorded=record(model, pt.training(x)), weights={"step": 1.0},
+        costs=replace(simple.costs, of={"step": simple.costs.of["one"]}),
+    )  # fmt: skip
+    block = max(unit.size for unit in planner.recorded.units)
+    travel = Choice(frozenset(), {"step": frozenset()}, 2 * block)
+    # All weights come twice; gradients of a unit go home while weights of the next one come, but
+    # for the last of them.
+    assert planner.seconds(travel, "step") == pytest.approx(2 * 6 + 1, rel=0.1)
+    by_host = Choice(frozenset(), {"step": frozenset(u.path for u in planner.recorded.units)}, 0)
+    assert planner.seconds(by_host, "step") == pytest.approx(3 * 600, rel=0.1)
+    planner.recorded = replace(planner.recorded, train=False)
+    assert planner.seconds(travel, "step") == pytest.approx(6, rel=0.1)
+    assert planner.seconds(by_host, "step") == pytest.approx(600, rel=0.1)
+
+
+def test_weights_come_back_only_for_those_that_want_them() -> None:
+    model, _, plan = stack_and_plan("ssssss")
+    for block in model.blocks[:4]:
+        block.requires_grad_(False)
+    link = SlowLink(FAST)
+    placed = offload(model, plan, link)
+    counts = []
+    for _ in range(4):
+        before = len(link.copied)
+        placed(torch.randn(8, 16)).sum().backward()
+        link.finish()
+        counts.append(len(link.copied) - before)
+    # Six on the way there. The last two are in the buffer still when their way back begins; and
+    # from the first step it is known that no others come back.
+    assert counts[2:] == [6, 6]

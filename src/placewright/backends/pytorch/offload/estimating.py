@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placewright.backends.pytorch.offload.recording import Recorded, Work
+from placewright.backends.pytorch.offload.recording import Recorded, UnitWork, Work
 from placewright.backends.pytorch.offload.timeline import Costs, UnitCost
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import ClusterError
@@ -32,6 +32,8 @@ def estimated_costs(
                 host_seconds=_seconds(work, host_kind, host_kind.dispatch_seconds, narrow),
                 input_bytes=work.input_bytes,
                 output_bytes=work.output_bytes,
+                device_update_seconds=_update_seconds(unit, ours),
+                host_update_seconds=_update_seconds(unit, host_kind),
             )
     return Costs(
         of=of, link_bytes_per_second=1 / max(per_byte, 1e-15), copy_latency_seconds=latency
@@ -48,6 +50,12 @@ def _seconds(work: Work, kind: DeviceKind, launch: float, narrow: float) -> floa
     if kind.cache_bytes and work.peak_bytes < kind.cache_bytes * kind.slots:
         between = work.moved_bytes / (kind.cache_bandwidth * kind.slots)
     return max(products + between, launch * work.ops)
+
+
+def _update_seconds(unit: UnitWork, kind: DeviceKind) -> float:
+    """Gradients are read; weights and what the optimizer keeps are read and written."""
+    moved = 3 * unit.gradient_bytes + 2 * unit.state_bytes
+    return moved / (kind.memory_bandwidth * kind.slots * kind.share("memory"))
 
 
 def host_of(cluster: Cluster, device: str) -> int:

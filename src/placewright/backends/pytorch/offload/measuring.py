@@ -472,4 +472,9 @@ def refine(
     """Measures, plans again and goes on with the best; the module stays placed."""
     if not hasattr(placed, "offload"):
         raise PlacementError("only a placed module can be measured; apply its plan first")
+    if workload.train:
+        raise PlacementError(
+            "plans for training steps are made by the description of the machine alone; "
+            "use evaluate='simulate'"
+        )
     return Refinement(placed, planner, workload, time.monotonic() + seconds).run()

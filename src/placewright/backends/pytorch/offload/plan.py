@@ -159,8 +159,8 @@ class OffloadPlan:
         lines = [
             f"{format_bytes(self.resident_bytes)} of weights live on {self.device}, "
             f"{format_bytes(self.host_bytes)} on the host; with {format_bytes(self.window_bytes)} "
-            f"for weights that travel and {format_bytes(self.working_bytes)} for activations and "
-            f"caches {self.device} gives "
+            f"for weights that travel and {format_bytes(self.working_bytes)} for activations, "
+            f"caches and what goes with training {self.device} gives "
             f"{format_bytes(self.resident_bytes + self.window_bytes + self.working_bytes)}{limit}"
         ]
         for shape in self.shapes:

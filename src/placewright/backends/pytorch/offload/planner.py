@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan, runs
 from placewright.backends.pytorch.offload.recording import Recorded, UnitWork
-from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, pass_seconds
+from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
 from placewright.backends.pytorch.offload.window import arrange
 from placewright.errors import SearchError
 from placewright.units import format_bytes, format_seconds
@@ -92,7 +92,12 @@ class Planner:
     @property
     def _fixed_bytes(self) -> int:
         movable = {unit.path for unit in self._movable}
-        return sum(u.own_size for u in self.recorded.units if u.path not in movable)
+        return sum(self._held(u) for u in self.recorded.units if u.path not in movable)
+
+    @staticmethod
+    def _held(unit: UnitWork) -> int:
+        """What the device has to hold for a unit whose weights live there."""
+        return unit.home_bytes + int(_MARGIN * unit.kept_bytes)
 
     def working_bytes(self, by_host: Mapping[str, frozenset[str]]) -> int:
         """Activations, and the caches of units that the device computes in some call."""
@@ -102,7 +107,25 @@ class Planner:
             for unit in self.recorded.units
             if not all(unit.path in by_host.get(call, ()) for call in unit.of)
         )
-        return int(_MARGIN * activations) + caches + self.limits.reserved_bytes
+        return (
+            int(_MARGIN * max(0, activations + self._backward_bytes())) + caches
+            + self.limits.reserved_bytes
+        )  # fmt: skip
+
+    def _backward_bytes(self) -> int:
+        """What training needs beyond activations at the end of a call, when the backward pass is at
+        a unit whose weights have travelled: its call is made again, and gradients of its weights
+        are there until they are sent home. What units keep that stay counts with them."""
+        if not self.recorded.train:
+            return 0
+        units = self.recorded.units
+        outputs = max((w.output_bytes for u in units for w in u.of.values()), default=0)
+        most = max(
+            (u.gradient_bytes + u.kept_bytes + max(w.peak_bytes for w in u.of.values())
+             for u in self._movable),
+            default=0,
+        )  # fmt: skip
+        return most + outputs - sum(unit.kept_bytes for unit in units)
 
     def _least_bytes(self) -> int:
         """On the device, with everything that can be computed by the host."""
@@ -119,7 +142,7 @@ class Planner:
                 f"that cannot live elsewhere, the rest activations, caches and what libraries "
                 f"take), and may give {format_bytes(limits.device_bytes)}"
             )
-        movable = sum(unit.own_size for unit in self._movable)
+        movable = sum(unit.home_bytes for unit in self._movable)
         off = movable - (limits.device_bytes - least)
         if off > limits.host_bytes:
             raise SearchError(
@@ -131,9 +154,9 @@ class Planner:
 
     def fits(self, choice: Choice) -> bool:
         resident = sum(
-            u.own_size for u in self._movable if u.path in choice.at_home
+            self._held(u) for u in self._movable if u.path in choice.at_home
         )  # fmt: skip
-        host = sum(u.own_size for u in self._movable if u.path not in choice.at_home)
+        host = sum(u.home_bytes for u in self._movable if u.path not in choice.at_home)
         used = self._fixed_bytes + resident + choice.window_bytes
         return (
             used + self.working_bytes(choice.by_host) <= self.limits.device_bytes
@@ -173,10 +196,51 @@ class Planner:
                 took += costs.hop_seconds / 2 + cost.output_bytes / speed
             steps.append(Step(seconds=took, on_host=on_host, copy=number.get(path, -1)))
             before = on_host
+        after = costs.between_seconds.get(call, 0.0)
+        if self.recorded.train:
+            for step, path in reversed(list(zip(steps, costs.of[call], strict=True))):
+                if self._units[path].of[call].passes > 1:
+                    back = self._way_back(call, path, step)
+                    if step.copy >= 0:
+                        back = replace(back, copy=len(copies))
+                        copies.append(copies[step.copy])
+                    steps.append(back)
+            after += sum(
+                cost.host_update_seconds
+                if path in movable and path not in choice.at_home
+                else cost.device_update_seconds
+                for path, cost in costs.of[call].items()
+            )
         self.tried += 1
-        return costs.between_seconds.get(call, 0.0) + pass_seconds(
+        return after + pass_seconds(
             steps, copies, host_slowdown=costs.host_slowdown, copy_slowdown=costs.copy_slowdown
         )
+
+    def _way_back(self, call: str, path: str, step: Step) -> Step:
+        """The backward pass of a unit. Where its weights have travelled, they do once more, its
+        call is made again, and gradients of its weights go home."""
+        unit, cost, costs = self._units[path], self.costs.of[call][path], self.costs
+        more, speed = unit.of[call].passes - 1, costs.link_bytes_per_second
+        if step.on_host:
+            changes_sides = (cost.input_bytes + cost.output_bytes) / speed
+            return Step(seconds=more * cost.host_seconds + changes_sides, on_host=True)
+        took = more * cost.device_seconds
+        if step.copy >= 0:
+            took += cost.device_seconds + costs.hop_seconds + unit.gradient_bytes / speed
+        return Step(seconds=took, on_host=False)
+
+    def _device_seconds(self, call: str, path: str) -> float:
+        """Of all that a unit computes, at least."""
+        cost = self.costs.of[call][path]
+        return self._units[path].of[call].passes * cost.device_seconds + self._least_update(cost)
+
+    def _host_seconds(self, call: str, path: str) -> float:
+        cost = self.costs.of[call][path]
+        return self._units[path].of[call].passes * cost.host_seconds + self._least_update(cost)
+
+    @staticmethod
+    def _least_update(cost: UnitCost) -> float:
+        return min(cost.device_update_seconds, cost.host_update_seconds)
 
     def total(self, choice: Choice) -> float:
         """The weighted sum over calls."""
@@ -201,15 +265,14 @@ class Planner:
         costs = self.costs.of[call]
         movable = {u.path: u for u in self._movable if u.path in costs}
         room = self.limits.device_bytes - self._least_bytes()
-        base = sum(c.device_seconds for path, c in costs.items() if path not in movable)
+        device = {path: self._device_seconds(call, path) for path in costs}
+        host = {path: self._host_seconds(call, path) for path in costs}
+        base = sum(device[path] for path in costs if path not in movable)
         gains = sorted(
-            ((max(0.0, costs[p].host_seconds - costs[p].device_seconds), u.size)
-             for p, u in movable.items()),
+            ((max(0.0, host[p] - device[p]), u.size) for p, u in movable.items()),
             key=lambda pair: -pair[0] / max(1, pair[1]),
         )  # fmt: skip
-        slowest = base + sum(
-            max(costs[p].host_seconds, costs[p].device_seconds) for p in movable
-        )  # fmt: skip
+        slowest = base + sum(max(host[p], device[p]) for p in movable)
 
         def chain(seconds: float) -> float:
             left = room + seconds * self.costs.link_bytes_per_second
@@ -220,9 +283,7 @@ class Planner:
                 if left <= 0:
                     break
             # Where the host is the faster one, nothing need be on the device.
-            return took - sum(
-                max(0.0, costs[p].device_seconds - costs[p].host_seconds) for p in movable
-            )
+            return took - sum(max(0.0, device[p] - host[p]) for p in movable)
 
         low, high = 0.0, slowest
         for _ in range(60):
@@ -333,11 +394,11 @@ class Planner:
 
     def _spreads(self, call: str, may: Sequence[str]) -> Iterator[frozenset[str]]:
         """Sets of units that travel, of each number: those first that gain most by it."""
-        costs, speed = self.costs.of[call], self.costs.link_bytes_per_second
+        speed = self.costs.link_bytes_per_second
 
         def worth(path: str) -> float:
             # What the host would take for the time that the link takes.
-            return costs[path].host_seconds * speed / max(1, self._units[path].size)
+            return self._host_seconds(call, path) * speed / max(1, self._units[path].size)
 
         groups: dict[float, list[str]] = {}
         for path in may:
@@ -361,7 +422,7 @@ class Planner:
         sets = _tied_sets(movable)
 
         def taken(unit: UnitWork) -> int:
-            return unit.own_size + (unit.cache_bytes if tight else 0)
+            return self._held(unit) + (unit.cache_bytes if tight else 0)
 
         by_density: dict[float, list[tuple[UnitWork, ...]]] = {}
         for members in sets:
@@ -389,9 +450,10 @@ class Planner:
             cost = self.costs.of[call].get(unit.path)
             if cost is None:
                 continue
-            away = cost.host_seconds
+            away = self._host_seconds(call, unit.path)
             if may_travel:
                 travel = unit.size / self.costs.link_bytes_per_second
+                travel *= 2 if unit.of[call].passes > 1 else 1
                 # Both go on at once: together they take less than either.
                 away = min(away, travel, away * travel / max(1e-12, away + travel))
             total += weight * max(0.0, away)
@@ -474,8 +536,17 @@ class Planner:
         return OffloadPlan(
             model=self.recorded.model, device=device, units=tuple(units), shapes=tuple(shapes),
             window_bytes=choice.window_bytes, memory_bytes=limits.device_bytes,
-            working_bytes=self.working_bytes(choice.by_host), source=self.costs.source,
+            working_bytes=self.working_bytes(choice.by_host) + self._beside_bytes(choice),
+            source=self.costs.source,
             notes=tuple(self._reasons(choice)),
+        )  # fmt: skip
+
+    def _beside_bytes(self, choice: Choice) -> int:
+        """What training takes of the device beside the weights that live there."""
+        movable = {u.path for u in self._movable}
+        return sum(
+            self._held(u) - u.own_size for u in self.recorded.units
+            if u.path not in movable or u.path in choice.at_home
         )  # fmt: skip
 
     def choice_of(self, plan: OffloadPlan) -> Choice:
@@ -496,6 +567,14 @@ class Planner:
 
     def _reasons(self, choice: Choice) -> Iterator[str]:
         movable = [u for u in self._movable if u.path not in choice.at_home]
+        if self.recorded.train:
+            host = sum(u.home_bytes - u.own_size for u in movable)
+            every = sum(u.home_bytes - u.own_size for u in self.recorded.units)
+            yield (
+                f"of gradients and what the optimizer keeps, {format_bytes(every - host)} are on "
+                f"{self.limits.device} and {format_bytes(host)} on the host, which makes the "
+                "updates there"
+            )
         if not movable:
             return
         smallest = min(u.size for u in movable)

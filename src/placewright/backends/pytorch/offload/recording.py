@@ -25,6 +25,7 @@ from placewright.backends.pytorch.offload.homes import Layout
 from placewright.backends.pytorch.offload.runtime import rows_of
 from placewright.backends.pytorch.offload.shapes import Call, Workload
 from placewright.backends.pytorch.offload.values import tensors_in
+from placewright.backends.pytorch.optimizers import state_of
 from placewright.errors import ModelError
 
 
@@ -44,6 +45,11 @@ class Work:
     """Of activations that it holds at once."""
     input_bytes: int
     output_bytes: int
+    kept_bytes: int = 0
+    """Of activations, besides what it returns, that its backward pass will need."""
+    passes: float = 1.0
+    """All that is computed in a training step, in times of the call itself: gradients of what it is
+    called with take as long as that, and so do those of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,20 @@ class UnitWork:
     """By call; not there where it is not called."""
     cache_bytes: int = 0
     """What it caches at the end of the workload."""
+    gradient_bytes: int = 0
+    """Of the weights of `own_size` that are trained."""
+    state_bytes: int = 0
+    """What the optimizer keeps for these."""
+
+    @property
+    def home_bytes(self) -> int:
+        """Of all that lives where its weights do."""
+        return self.own_size + self.gradient_bytes + self.state_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """The most that any call's backward pass will need."""
+        return max((work.kept_bytes for work in self.of.values()), default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +97,7 @@ class Recorded:
     """By call: as in `Shape`."""
     between_bytes: Mapping[str, int]
     """By call: the most that is held at once, over all units and what is between them."""
+    train: bool = False
 
 
 class _Watch(TorchDispatchMode):
@@ -153,6 +174,9 @@ class _Recorder:
         size = sum(t.numel() * t.element_size() for t in weights)
         item = max((t.element_size() for t in weights), default=4)
         before = self.work.get(path)
+        returned = [t for t in tensors_in(result) if t.requires_grad]
+        trained = any(t.requires_grad for t in weights)
+        kept = self.watch.live - seen.live - _bytes(result) if returned else 0
         made = Work(
             flops=flops, ops=self.watch.ops - seen.ops,
             # Half of the operations are products, each with one weight at least.
@@ -160,6 +184,7 @@ class _Recorder:
             moved_bytes=float(self.watch.moved - seen.moved),
             peak_bytes=self.watch.peak - seen.live,
             input_bytes=seen.input_bytes, output_bytes=_bytes(result),
+            kept_bytes=max(0, kept), passes=1.0 + bool(returned) * (1.0 + trained),
         )  # fmt: skip
         self.order.setdefault(path)
         self.work[path] = made if before is None else _both(before, made)
@@ -174,6 +199,7 @@ def _both(one: Work, other: Work) -> Work:
         peak_bytes=max(one.peak_bytes, other.peak_bytes),
         input_bytes=one.input_bytes + other.input_bytes,
         output_bytes=one.output_bytes + other.output_bytes,
+        kept_bytes=one.kept_bytes + other.kept_bytes, passes=max(one.passes, other.passes),
     )  # fmt: skip
 
 
@@ -193,7 +219,8 @@ def record(model: torch.nn.Module, workload: Workload) -> Recorded:
         watch, counter = _Watch(), FlopCounterMode(display=False, custom_mapping=_FLOPS)
         watch.own = {t.untyped_storage()._cdata for t in [*fake.parameters(), *fake.buffers()]}
         recorder = _Recorder(watch, counter)
-        with _watched(paths, modules, recorder), torch.no_grad(), quiet(), mode, counter, watch:
+        gradients = torch.set_grad_enabled(workload.train)
+        with _watched(paths, modules, recorder), gradients, quiet(), mode, counter, watch:
             try:
                 results[name] = fake(*args, **kwargs)
             except Exception as fault:
@@ -206,11 +233,13 @@ def record(model: torch.nn.Module, workload: Workload) -> Recorded:
         grown = _grown(workload, name)
         for layer, size in cached_bytes(getattr(results[name], "past_key_values", None)).items():
             caches[layer] = max(caches.get(layer, 0), math.ceil(size * grown))
-    units = _unit_works(model, [*order, *(p for p in paths if p not in order)], by_call, caches)
+    every = [*order, *(path for path in paths if path not in order)]
+    units = _unit_works(model, every, by_call, caches, workload)
     rows = {name: rows_of(*call.inputs) for name, call in workload.calls.items()}
     return Recorded(
-        model=type(model).__name__, units=tuple(units), rows=rows, between_bytes=between
-    )
+        model=type(model).__name__, units=tuple(units), rows=rows, between_bytes=between,
+        train=workload.train,
+    )  # fmt: skip
 
 
 def _most(work: Mapping[str, Work], watch: _Watch) -> int:
@@ -283,6 +312,7 @@ def _unit_works(
     order: list[str],
     by_call: Mapping[str, Mapping[str, Work]],
     caches: Mapping[int, int],
+    workload: Workload,
 ) -> Iterator[UnitWork]:
     modules = dict(model.named_modules())
     known = dict.fromkeys(order)
@@ -303,17 +333,26 @@ def _unit_works(
         first = {n: t for n, t in own.items() if holders[id(t)][0] == path}
         of = {name: work[path] for name, work in by_call.items() if path in work}
         layers = layer_numbers(module) if module is not None else ()
+        trained = [t for t in first.values() if workload.train and t.requires_grad]
         yield UnitWork(
             path=path, size=Layout.of(own).size, own_size=Layout.of(first).size,
             can_move=bool(of) and module is not None, kind=_kind(module, own, path),
             tied_to=tuple(sorted(tied)), of=of,
             cache_bytes=sum(caches.get(layer, 0) for layer in layers) if len(layers) < 3 else 0,
+            gradient_bytes=_bytes(trained), state_bytes=_state_bytes(trained, workload.optimizer),
         )  # fmt: skip
 
 
 def _kind(module: Any, tensors: Mapping[str, torch.Tensor], path: str) -> str:
     shapes = [f"{name.removeprefix(path)}{list(t.shape)}{t.dtype}" for name, t in tensors.items()]
     return f"{type(module).__name__}({'; '.join(shapes)})" if shapes else path
+
+
+def _state_bytes(trained: list[torch.Tensor], optimizer: Any) -> int:
+    if optimizer is None:
+        return 0
+    each = {dtype: sum(state_of(optimizer, dtype).values()) for dtype in {t.dtype for t in trained}}
+    return sum(each[tensor.dtype] * tensor.numel() for tensor in trained)
 
 
 def _bytes(value: Any) -> int:

@@ -86,6 +86,11 @@ class Offloaded:
         self._blocks = Blocks(link)
         self.units = _units(model, plan)
         self._shape = plan.shapes[0].name
+        self._come_back: dict[str, tuple[str, ...]] = {}
+        """Shape -> the units whose weights travel once more in the backward pass, where these are
+        not all that travel."""
+        self._coming_back: list[str] = []
+        """Those of the pass that is being made."""
         self._followed_by: dict[str, str] = {}
         """Shape -> the one that was called after it the last time."""
         self._timings: Timings | None = None
@@ -119,6 +124,7 @@ class Offloaded:
         self._routes = self._make_routes()
         self._shape = plan.shapes[0].name
         self._followed_by.clear()
+        self._come_back.clear()
 
     def restore(self, device: torch.device | str | None = None) -> torch.nn.Module:
         """All weights back in ordinary tensors on one device, the host's memory by default; the
@@ -175,20 +181,24 @@ class Offloaded:
         if self._timings is not None:
             self.link.finish()
             self._timings.pass_seconds.append(time.perf_counter() - begun)
-        if not torch.is_grad_enabled():  # or else the way back comes next
+        if torch.is_grad_enabled():  # the way back comes next
+            self._come_back[self._shape] = tuple(self._coming_back)
+        else:
             self._expect(self._followed_by.get(self._shape, self._shape))
         return result
 
     def _begin(self, shape: str) -> None:
         self._followed_by[self._shape] = shape
         self._shape = shape
+        self._coming_back.clear()
         self.graphs.new_pass()
         self._expect(shape)
 
     def _expect(self, shape: str) -> None:
         route = self._routes[shape]
         if torch.is_grad_enabled():
-            route = Route(order=route.order + route.order[::-1], starts=route.starts)
+            back = self._come_back.get(shape, route.order)
+            route = Route(order=route.order + back[::-1], starts=route.starts)
         self.window.follow(route)
 
     def _shape_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -219,6 +229,10 @@ class Offloaded:
             with self.on_device(unit) as address:
                 return self._compute(unit, address, forward, args, kwargs)
         return self._compute(unit, 0, forward, args, kwargs)
+
+    def will_come_back(self, unit: _Unit) -> None:
+        """Its weights are wanted in the backward pass of this call, too."""
+        self._coming_back.append(unit.path)
 
     def device_holds(self, unit: _Unit) -> bool:
         """Whether its weights need not travel to be computed with on the device."""

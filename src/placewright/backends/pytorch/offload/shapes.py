@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +33,11 @@ class Workload:
     static_cache: bool = False
     """Whether caches have their full size from the start, so that units that use them can be
     captured as graphs: `cache_implementation="static"` of transformers."""
-    train: bool = field(default=False)
-    """Whether each call is followed by a backward pass."""
+    train: bool = False
+    """Whether each call is followed by a backward pass and an update."""
+    optimizer: Any = None
+    """What makes the update: a `torch.optim` class, an instance, a function of parameters; or None
+    where it keeps nothing."""
 
     def __post_init__(self) -> None:
         if not self.calls:
@@ -42,6 +45,8 @@ class Workload:
         for name, call in self.calls.items():
             if not call.weight > 0:
                 raise PlacementError(f"the weight of {name!r} must be positive, not {call.weight}")
+            if call.continues is not None and self.train:
+                raise PlacementError(f"{name!r} continues a cache, which training steps cannot")
             if call.continues is not None and call.continues not in self.calls:
                 raise PlacementError(
                     f"{name!r} continues {call.continues!r}, and the workload has "
@@ -99,6 +104,18 @@ def generation(
     prefill = Call(inputs=ids(prompt))
     decode = Call(inputs=ids(1), weight=float(new), continues="prefill")
     return Workload(calls={"prefill": prefill, "decode": decode}, static_cache=static_cache)
+
+
+def training(inputs: object, optimizer: Any = None) -> Workload:
+    """Training steps: a call, its backward pass and the update. Gradients and what the optimizer
+    keeps are planned for where their weights live.
+
+    Args:
+        inputs: what the module is called with: a tensor, a tuple, a mapping, or `Inputs`.
+        optimizer: a `torch.optim` class, an instance, or a function of parameters.
+    """
+    call = Call(inputs=Inputs.of(inputs))
+    return Workload(calls={"step": call}, train=True, optimizer=optimizer)
 
 
 def real_inputs(call: Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,6 +21,9 @@ class UnitCost:
     host_seconds: float
     input_bytes: int = 0
     output_bytes: int = 0
+    device_update_seconds: float = 0.0
+    """Of the update of its weights, where they live on the device."""
+    host_update_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

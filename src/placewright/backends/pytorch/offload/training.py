@@ -50,6 +50,7 @@ def call(
         for name, tensor in unit.home.tensors.items()
         if isinstance(tensor, torch.nn.Parameter)
     }
+    runtime.will_come_back(unit)
     job = _Job(runtime, unit, forward, args, kwargs, tuple(parameters))
     made: Any = _Travelling.apply(  # type: ignore[no-untyped-call]
         job, *job.inputs, *parameters.values()
