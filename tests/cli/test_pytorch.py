@@ -97,9 +97,13 @@ class Tall(nn.Sequential):
     _no_split_modules = ("Block",)
 
 
+def filled():
+    return Tall(*(Block() for _ in range(12)))
+
+
 def build():
     with torch.device("meta"):
-        return Tall(*(Block() for _ in range(12)))
+        return filled()
 
 
 def called():
@@ -124,6 +128,40 @@ def test_a_module_that_does_not_fit_is_planned(run: Callable[..., Any]) -> None:
     said = run("explain", "found", "--json").json
     assert list(said) == ["Where weights live", "What each call does", "Why"]
     assert "the floor is" in said["What each call does"][0]
+    assert "link and cores work side by side" in said["Why"][0]
+    assert run("report", "found").code == 0
+    page = Path("found/report.html").read_text()
+    assert page.count("<tr>") == 1 + sum(unit.size > 0 for unit in plan.units)
+    assert 'class="host"' in page
+    assert 'class="travels"' in page
+    refused = run(*asked, "--workload", "function", "--evaluate", "measure", "-o", "more")
+    assert refused.code == 2
+    assert "give --checkpoint" in " ".join(refused.err.split())
+    for options in ((), ("--workload", "function")):
+        refused = run(*asked, *options, "--checkpoint", "w.safetensors", "-o", "more")
+        assert refused.code == 2
+        assert "--evaluate measure" in " ".join(refused.err.split())
+
+
+def test_a_plan_is_measured_with_weights_from_files(run: Callable[..., Any]) -> None:
+    pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    import placewright.torch as pt
+    from placewright.backends.pytorch.sources import call_function
+
+    Path("tall.py").write_text(TALL)
+    model, _ = call_function("tall.py:filled")
+    save_file(model.state_dict(), "w.safetensors")
+    asked = ["place", "tall.py:called", "-c", "cpu2", "--memory", "cpu:1=8MB"]
+    asked += ["--workload", "function", "--evaluate", "measure"]
+    assert run(*asked, "--checkpoint", "w.safetensors", "-o", "found").code == 0
+    plan = pt.OffloadPlan.load("found/offload.json")
+    assert plan.source == "measured"
+    assert plan.host_bytes
+    refused = run(*asked, "--checkpoint", "none.safetensors", "-o", "more")
+    assert refused.code == 2
+    assert "none.safetensors: cannot be read" in " ".join(refused.err.split())
 
 
 @pytest.mark.parametrize(

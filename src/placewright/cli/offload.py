@@ -7,16 +7,19 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placewright.cli import common
 from placewright.cli.options import UsageError, option_names
 from placewright.cluster import Cluster, with_memory
-from placewright.files import write_json
+from placewright.files import write_json, write_text
+from placewright.units import format_bytes
 
 if TYPE_CHECKING:
-    from placewright.backends.pytorch.offload.plan import OffloadPlan
+    from placewright.backends.pytorch.offload.plan import OffloadPlan, UnitPlan
+    from placewright.backends.pytorch.offload.planned import PlannedOffload
     from placewright.session.config import SearchConfig
 
 PLAN_FILE = "offload.json"
@@ -36,6 +39,13 @@ class Setting:
     """Plan a PyTorch module that does not fit into one GPU, weights at home on the host included:
     'prompt=512,new=256,batch=1' for what generate of transformers calls (with ',static' for its
     static cache), or 'function' for what the function returns besides the module."""
+    checkpoint: str | None = None
+    """With --workload and --evaluate measure: the safetensors files of a module that the function
+    returns without values (on meta)."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint is not None and self.workload is None:
+            raise UsageError("--checkpoint goes with --workload and --evaluate measure")
 
     def described(self) -> Cluster:
         return with_memory(Cluster.load(self.cluster), self.memory)
@@ -52,6 +62,8 @@ def place_offloaded(
             f"--workload is for PyTorch modules (FILE.py:FUNCTION), not for {model}; for other "
             "models --memory alone will do"
         )
+    if setting.checkpoint is not None and search.evaluate != "measure":
+        raise UsageError("--checkpoint goes with --evaluate measure; otherwise nothing is run")
     if not setting.memory:
         raise UsageError("--workload needs --memory, such as --memory cuda:0=8GiB")
     import placewright.torch as pt
@@ -69,7 +81,7 @@ def place_offloaded(
         plan = planned.plan
         if search.evaluate == "measure":
             with common.status("measuring ..."):
-                plan = planned.apply(module, evaluate="measure").offload.plan
+                plan = _measured(planned, module, setting.checkpoint)
         command = shlex.join(["placewright", *sys.argv[1:]])
         write_json(Path(directory) / PLAN_FILE, {**plan.to_json(), "command": command}, UsageError)
     if output.json:
@@ -79,6 +91,18 @@ def place_offloaded(
         common.console.print(common.escaped(line), soft_wrap=True)
     path = common.escaped(str(Path(directory) / PLAN_FILE))
     common.console.print(f"the plan is in {path}; placewright.torch.OffloadPlan.load reads it")
+
+
+def _measured(planned: PlannedOffload, module: Any, checkpoint: str | None) -> OffloadPlan:
+    if checkpoint is None and any(tensor.is_meta for tensor in module.parameters()):
+        raise UsageError(
+            "the module has no values (it is on meta), and --evaluate measure runs it; give "
+            "--checkpoint, its safetensors files"
+        )
+    plan: OffloadPlan = planned.apply(
+        module, evaluate="measure", checkpoint=checkpoint
+    ).offload.plan
+    return plan
 
 
 def sections(directory: str) -> list[tuple[str, tuple[str, ...]]] | None:
@@ -97,6 +121,65 @@ def explained(plan: OffloadPlan) -> list[tuple[str, tuple[str, ...]]]:
     why = tuple(plan.notes)
     found = [("Where weights live", (first,)), ("What each call does", tuple(shapes[:number]))]
     return [*found, ("Why", why)] if why else found
+
+
+def write_page(directory: str, output: str | None) -> Path | None:
+    """The plan in a directory as a page: where each unit's weights live, and what each call does
+    with them. None where there is no plan."""
+    path = Path(directory) / PLAN_FILE
+    if not path.is_file():
+        return None
+    from placewright.backends.pytorch.offload.plan import OffloadPlan
+
+    page = Path(output) if output else Path(directory) / "report.html"
+    write_text(page, _page(OffloadPlan.load(path)), UsageError)
+    return page
+
+
+def _page(plan: OffloadPlan) -> str:
+    """HTML without scripts: what is asked of it is a table."""
+    said = "".join(
+        f"<h2>{escape(title)}</h2>{''.join(f'<p>{escape(line)}</p>' for line in lines)}"
+        for title, lines in explained(plan)
+    )
+    names = [shape.name for shape in plan.shapes]
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("unit", "weights", "home", *names))
+    rows = []
+    for unit in plan.units:
+        if not unit.size:
+            continue
+        cells = [escape(unit.path), format_bytes(unit.size), escape(unit.home)]
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        for name in names:
+            how = _how(plan, unit, name)
+            row += f'<td class="{how}">{_HOW[how]}</td>'
+        rows.append(f"<tr>{row}</tr>")
+    title = escape(f"{plan.model}: what stays, what travels, what the host computes")
+    return _PAGE.format(title=title, said=said, head=head, rows="\n".join(rows))
+
+
+def _how(plan: OffloadPlan, unit: UnitPlan, shape: str) -> str:
+    if unit.travels(shape):
+        return "travels"
+    return "stays" if unit.home == plan.device else "host"
+
+
+_HOW = {"stays": "stays", "travels": "travels", "host": "computed by the host"}
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
+table {{ border-collapse: collapse }}
+th, td {{ text-align: left; padding: .15rem .8rem .15rem 0 }}
+td + td + td + td {{ padding-left: .5rem; color: #111 }}
+.stays {{ background: #9ecae1 }} .travels {{ background: #fdae6b }} .host {{ background: #a1d99b }}
+</style></head><body><h1>{title}</h1>
+{said}
+<h2>Units, in the order of calls</h2>
+<table><thead><tr>{head}</tr></thead><tbody>
+{rows}
+</tbody></table></body></html>
+"""
 
 
 def _workload(text: str, given: Any) -> Any:

@@ -56,16 +56,19 @@ def report(
 
     Example: placewright report result --open
     """
+    from placewright.cli.offload import write_page
     from placewright.report import write_report
 
-    directories = [directory] if other is None else [directory, other]
-    with common.status("reading the run ...") as say:
-        path = write_report(
-            directories,
-            output,
-            what_if=_what_if_budget(what_if),
-            observe=lambda doing: say(f"{doing} ..."),
-        )
+    path = write_page(directory, output) if other is None else None
+    if path is None:
+        directories = [directory] if other is None else [directory, other]
+        with common.status("reading the run ...") as say:
+            path = write_report(
+                directories,
+                output,
+                what_if=_what_if_budget(what_if),
+                observe=lambda doing: say(f"{doing} ..."),
+            )
     if as_json:
         common.print_json({"report": str(path), "bytes": path.stat().st_size})
     else:

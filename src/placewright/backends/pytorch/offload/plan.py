@@ -253,23 +253,22 @@ def _number(value: Any) -> float | None:
 
 
 def runs(paths: Sequence[str]) -> str:
-    """`model.layers.3-5, lm_head`: neighbours by their numbers."""
-    found: list[tuple[str, list[int]]] = []
+    """`model.layers.3-5, 8, lm_head`: those with the same stem by their numbers."""
+    found: list[tuple[str, list[tuple[int, int]]]] = []
     for path in paths:
         stem, _, last = path.rpartition(".")
         if not last.isdecimal():
             found.append((path, []))
-        elif found and found[-1][0] == stem and found[-1][1] and found[-1][1][-1] + 1 == int(last):
-            found[-1][1].append(int(last))
+            continue
+        if not found or not found[-1][1] or found[-1][0] != stem:
+            found.append((stem, []))
+        parts, number = found[-1][1], int(last)
+        if parts and parts[-1][1] + 1 == number:
+            parts[-1] = parts[-1][0], number
         else:
-            found.append((stem, [int(last)]))
+            parts.append((number, number))
     texts = []
-    for stem, numbers in found:
-        dot = f"{stem}." if stem else ""
-        if not numbers:
-            texts.append(stem)
-        elif len(numbers) == 1:
-            texts.append(f"{dot}{numbers[0]}")
-        else:
-            texts.append(f"{dot}{numbers[0]}-{numbers[-1]}")
+    for stem, parts in found:
+        numbers = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
+        texts.append(f"{stem}.{numbers}" if stem and numbers else stem or numbers)
     return ", ".join(texts)

@@ -584,17 +584,34 @@ class Planner:
                 f"({format_bytes(self._least_bytes())}) there is no room for a buffer as large as "
                 f"a unit ({format_bytes(smallest)})"
             )
-        largest = max(movable, key=lambda u: u.size)
+        kinds: dict[str, list[UnitWork]] = {}
+        for unit in movable:
+            kinds.setdefault(unit.kind, []).append(unit)
+        alike = max(kinds.values(), key=lambda units: sum(u.size for u in units))
         for call in self.weights:
-            cost = self.costs.of[call].get(largest.path)
-            if cost is not None:
-                travel = format_seconds(largest.size / self.costs.link_bytes_per_second)
-                by_host, by_device = map(format_seconds, (cost.host_seconds, cost.device_seconds))
-                yield (
-                    f"{call}: for {largest.path} ({format_bytes(largest.size)}) the link takes "
-                    f"{travel}, the host's cores {by_host} and {self.limits.device} {by_device}; "
-                    "link and cores work side by side"
-                )
+            if alike[0].path in self.costs.of[call]:
+                yield self._reason(choice, call, alike)
+
+    def _reason(self, choice: Choice, call: str, alike: Sequence[UnitWork]) -> str:
+        """Why a call does with some units what it does."""
+        unit, cost = alike[0], self.costs.of[call][alike[0].path]
+        travel = format_seconds(unit.size / self.costs.link_bytes_per_second)
+        by_host, by_device = map(format_seconds, (cost.host_seconds, cost.device_seconds))
+        paths = frozenset(u.path for u in alike)
+        others = []
+        for what, way in (
+            ("travelling", choice.by_host[call] - paths),
+            ("computed by the host", choice.by_host[call] | paths),
+        ):
+            other = replace(choice, by_host={**choice.by_host, call: way})
+            if way != choice.by_host[call] and self._may_travel(other):
+                others.append(f"all {what} {format_seconds(self.seconds(other, call))}")
+        one_of = f", one of {len(alike)} alike" if len(alike) > 1 else ""
+        return (
+            f"{call}: for {unit.path} ({format_bytes(unit.size)}{one_of}) the link takes {travel}, "
+            f"the host's cores {by_host} and {self.limits.device} {by_device}; link and cores work "
+            f"side by side{'; with ' if others else ''}{', with '.join(others)}"
+        )
 
 
 def _evenly(values: Sequence[_Any], count: int) -> list[_Any]:
