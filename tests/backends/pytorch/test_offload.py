@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import random
 import subprocess
 import sys
@@ -326,6 +327,72 @@ def test_a_unit_that_writes_to_its_input_is_not_captured() -> None:
             torch.testing.assert_close(placed(x), other(x))
 
 
+def test_units_with_hooks_inside_are_not_captured() -> None:
+    """What is captured does not call them again."""
+
+    class Captures(SlowLink):
+        replays = 0
+
+        def capture(self, run: Any) -> Any:
+            replay, outputs = super().capture(run)
+
+            def counted() -> None:
+                self.replays += 1
+                replay()
+
+            return counted, outputs
+
+    model, other, plan = stack_and_plan("_s____")
+    link = Captures(FAST)
+    placed = offload(model, plan, link)
+    x = torch.randn(2, 16)
+    seen: list[torch.Tensor] = []
+
+    def calls(times: int) -> int:
+        before = link.replays
+        with torch.no_grad():
+            for _ in range(times):
+                torch.testing.assert_close(placed(x), other(x))
+        return link.replays - before
+
+    assert calls(6) >= 3 * 7
+    hooks = [block.up.register_forward_hook(lambda *given: seen.append(given[2]))
+             for block in placed.blocks]  # fmt: skip
+    assert calls(2) == 0  # the head, too: its input is no longer where it was
+    assert len(seen) == 2 * 6
+    for hook in hooks:
+        hook.remove()
+    assert calls(2) == 2 * 7
+
+
+def test_what_the_host_writes_to_its_input_is_seen() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(self.weight)
+            return x * 2
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Adds(), Adds()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0
+            y: torch.Tensor = self.a(x) + self.b(x) + x
+            return y
+
+    model = Twice()
+    other = copy.deepcopy(model)
+    placed = offload(model, plan_for(model, {"a": "c", "b": "c"}), SlowLink(FAST))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(placed(torch.ones(2, 4)), other(torch.ones(2, 4)))
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -397,6 +464,8 @@ def test_a_placed_module_is_not_moved_or_copied() -> None:
         placed.half()
     with pytest.raises(PlacementError, match="cannot be copied"):
         copy.deepcopy(placed)
+    with pytest.raises(PlacementError, match="cannot be pickled; save its state_dict"):
+        pickle.dumps(placed)
 
 
 def test_a_plan_that_does_not_hold_together_is_refused() -> None:

@@ -33,7 +33,7 @@ from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import Link, open_link
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, UnitPlan
 from placewright.backends.pytorch.offload.products import HostProducts
-from placewright.backends.pytorch.offload.values import tensors_in
+from placewright.backends.pytorch.offload.values import tensors_in, version_of
 from placewright.backends.pytorch.offload.window import Route, Window, arrange
 from placewright.errors import PlacementError
 
@@ -52,6 +52,8 @@ class _Unit:
     """Of a cache, those it works with."""
     buffers: tuple[torch.Tensor, ...]
     plan: UnitPlan
+    inner: tuple[torch.nn.Module, ...] = ()
+    """The modules that it is made of."""
     served: bool = False
     """Whether its products may be `products`' when the host computes it."""
     checked: set[str] = field(default_factory=set)
@@ -258,7 +260,7 @@ class Offloaded:
         self, unit: _Unit, address: int, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         with self._time(unit):
-            if not self.captures:
+            if not self.captures or _has_hooks(unit.inner):
                 return forward(*args, **kwargs)
             addresses = (address, *cache_addresses((args, kwargs), unit.layers))
             return self.graphs.run(unit.path, addresses, forward, args, kwargs)
@@ -266,11 +268,13 @@ class Offloaded:
     def _call_on_host(
         self, unit: _Unit, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        args, kwargs = self._exchange.to_host((args, kwargs))
+        asked = args, kwargs
+        args, kwargs = self._exchange.to_host(asked)
         if unit.layers:
             move_caches((args, kwargs), unit.layers, _CPU)
         begun = time.perf_counter()
         given = args, kwargs
+        versions = {id(t): version_of(t) for t in tensors_in(given)}
         active = (
             self.products.active(rows_of(*given), self._cached(unit, given))
             if unit.served
@@ -280,6 +284,9 @@ class Offloaded:
             result = forward(*args, **kwargs)
         if self._timings is not None:
             self._timings.unit_seconds[unit.path].append(time.perf_counter() - begun)
+        for theirs, own in zip(tensors_in(asked), tensors_in(given), strict=True):
+            if theirs is not own and version_of(own) != versions[id(own)]:
+                theirs.copy_(own)  # the unit wrote to what it was called with
         if "host" not in unit.checked:
             self._check(unit, {n: unit.home.value(n) for n in unit.home.tensors}, None)
             unit.checked.add("host")
@@ -349,6 +356,13 @@ def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return tensor.numel() // max(1, tensor.shape[-1])
 
 
+def _has_hooks(modules: tuple[torch.nn.Module, ...]) -> bool:
+    """Whether calling some modules does what a captured graph would not do again."""
+    return torch.nn.modules.module._has_any_global_hook() or any(
+        module._forward_hooks or module._forward_pre_hooks for module in modules
+    )
+
+
 def _wants_gradient(unit: _Unit, args: Any, kwargs: Any) -> bool:
     return any(t.requires_grad for t in tensors_in((args, kwargs))) or any(
         tensor.requires_grad for tensor in unit.home.tensors.values()
@@ -369,6 +383,7 @@ def offload(model: torch.nn.Module, plan: OffloadPlan, link: Link | None = None)
     for unit in offloaded.units.values():
         if unit.module is not None:
             unit.module = modules[unit.path]
+            unit.inner = tuple(m for m in unit.module.modules() if m is not unit.module)
             unit.served = offloaded.products.serve(unit.module)
             _wrap(unit.module, functools.partial(offloaded.call, unit))
     _wrap(placed, offloaded.run)
@@ -413,6 +428,12 @@ class OffloadedModule(torch.nn.Module):
         raise PlacementError(
             f"this {type(self).__name__} is placed with its weights in several memories, and "
             ".to(), .cuda(), .half() and the like would move them; call restore() first"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlacementError(
+            "a placed module cannot be pickled; save its state_dict, and its plan with "
+            "placed.offload.plan.save()"
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
