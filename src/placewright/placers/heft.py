@@ -14,8 +14,6 @@ from placewright.placers._schedule import (
     Room,
     Tasks,
     choose_for_light,
-    compiled,
-    compiled_part,
     emptied,
     find_arrivals,
     find_candidates,
@@ -28,6 +26,7 @@ from placewright.placers._schedule import (
 from placewright.placers.group_graph import GroupGraph, group_graph
 from placewright.placers.offload import offload
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 
 _TRANSFER_SHARE = 0.1
 """How much of a group's transfers counts in the second try. Most of their time is hidden behind

@@ -17,8 +17,6 @@ from placewright.placers._schedule import (
     Room,
     Tasks,
     choose_for_light,
-    compiled,
-    compiled_part,
     find_arrivals,
     find_candidates,
     find_light_inputs,
@@ -29,6 +27,7 @@ from placewright.placers._schedule import (
 )
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 
 
 def m_etf(problem: Problem) -> list[Placement]:

@@ -19,8 +19,6 @@ from placewright.placers._schedule import (
     Room,
     Tasks,
     choose_for_light,
-    compiled,
-    compiled_part,
     emptied,
     find_candidates,
     find_light_inputs,
@@ -32,6 +30,7 @@ from placewright.placers._schedule import (
 from placewright.placers.heft import find_gap, insert
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 from placewright.stopping import Stopped, never, run_compiled
 
 _LOOK = 256
