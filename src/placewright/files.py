@@ -17,7 +17,6 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from placewright.errors import PlacewrightError
@@ -172,12 +171,7 @@ class DirectoryLock:
     def __enter__(self) -> DirectoryLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -344,3 +344,22 @@ def choose_for_light(t: Tasks, op: int, device: IndexArray, candidate: BoolArray
         if total < least:
             best, least = d, total
     return best
+
+
+@compiled_part
+def settle_light(t: Tasks, room: Room, op: int, device: IndexArray, candidate: BoolArray) -> None:
+    """Gives the group of a light source a device, if it has none."""
+    group = t.group_of[op]
+    if device[group] < 0:
+        find_candidates(room, group, candidate)
+        device[group] = choose_for_light(t, op, device, candidate)
+        take_room(room, group, device[group])
+
+
+@compiled_part
+def settle_lights(
+    t: Tasks, room: Room, pending: IntArray, count: int, device: IndexArray, candidate: BoolArray
+) -> None:
+    """The same for all that an op waits for, those nearest to it first."""
+    for k in range(count - 1, -1, -1):
+        settle_light(t, room, pending[k], device, candidate)
