@@ -396,7 +396,7 @@ class GroupEdges(NamedTuple):
     """[E] the group an edge comes from."""
     dst: IntArray
     """[E] the group it leads to."""
-    tensor: IntArray
+    tensor: IndexArray
     """[E] what it carries, -1 for a control edge."""
     bytes: IntArray
     """[E] of the tensor it carries, 0 for a control edge."""

@@ -104,7 +104,7 @@ def test_a_package_that_is_installed_brings_its_own(
         return [EntryPoint(name, module, group) for name, module in modules.items()]
 
     monkeypatch.setattr(backends, "_registered", {})
-    monkeypatch.setattr(backends.metadata, "entry_points", entry_points)
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     monkeypatch.setattr(backends, "_found", backends._found.__wrapped__)
     assert isinstance(backends.get("toy"), ToyBackend)
     assert "backend gone cannot be loaded from no.such.module:BACKEND" in caplog.text
