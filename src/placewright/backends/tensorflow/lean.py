@@ -25,9 +25,9 @@ _OF_SERVERS = ("python/tf2.py", "python/training/server_lib.py", "python/eager/c
 
 
 def import_for_server() -> None:
-    """What it takes to serve a device to others: every kernel, and a quarter of the Python around
-    them, which would take a second of each device's start. All of TensorFlow where this version has
-    its files elsewhere, or where it may have kernels from plug-ins, which the rest of it loads."""
+    """What it takes to serve a device to others: every kernel, and little of the Python around
+    them, which takes most of the time of the import. All of TensorFlow where this version has its
+    files elsewhere, or where it may have kernels from plug-ins, which the rest of it loads."""
     found = importlib.util.find_spec("tensorflow")
     folder = Path(found.submodule_search_locations[0]) if found else Path()  # type: ignore[index]
     extended = "TF_PLUGGABLE_DEVICE_LIBRARY_PATH" in os.environ or any(
