@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from placewright.backends.pytorch import optimizers
 from placewright.backends.pytorch.exporting import Inputs, Task, loss_of, quiet
 from placewright.backends.pytorch.modules import Units, unit_of, units_of
+from placewright.backends.pytorch.outputs import opened
 from placewright.graph import Edge, Graph, Op, Tensor, Work
 
 _BACKWARD = 2.0
@@ -170,5 +171,5 @@ def _graph(
 
 
 def _sizes(values: Any) -> int:
-    leaves = pytree.tree_leaves(values)
+    leaves = pytree.tree_leaves(opened(values))
     return sum(v.numel() * v.element_size() for v in leaves if isinstance(v, torch.Tensor))
