@@ -154,7 +154,7 @@ def _graph(
             edges.append(Edge(op, first_op[unit]))
         if unit is not None:
             found.setdefault(unit, []).append(op)
-    graph = Graph.from_ops(name, ops, edges)
+    graph = Graph.from_ops(name, ops, edges, issue="host")
     called = tuple(dict.fromkeys(call.unit for call in calls))
     ordered = Units(
         order=(*called, *(u for u in units.order if u not in first_op)),
