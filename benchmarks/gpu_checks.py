@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from benchmarks.common import MORE, RESULTS, Row, made_by, markdown, read_csv, write_csv
 
@@ -71,18 +72,13 @@ _PLAIN = ("-p", "no:cacheprovider", "--color=no")
 def run(
     files: Mapping[str, Sequence[str]], output: Path, seconds: float
 ) -> dict[str, dict[str, str]]:
-    """File -> test -> what came of it; of each file those tests are left out that are named."""
+    """File -> test -> what came of it, of these tests of each file."""
     began = time.monotonic()
     logs = {file: output / f"{Path(file).stem}.log" for file in files}
-    running = {
-        file: subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *_PLAIN, "--tb=short",
-             "--durations=8", "--show-capture=no", *(f"--deselect={test}" for test in left_out),
-             file],
-            cwd=ROOT, stdout=logs[file].open("w", encoding="utf-8"), stderr=subprocess.STDOUT,
+    with contextlib.ExitStack() as opened:
+        running = _started(
+            files, {f: opened.enter_context(log.open("wb")) for f, log in logs.items()}
         )
-        for file, left_out in files.items()
-    }  # fmt: skip
     stopped = set()
     for file, process in running.items():
         try:
@@ -98,6 +94,19 @@ def run(
         file: outcomes(log.read_text(encoding="utf-8", errors="replace"), ended=file not in stopped)
         for file, log in logs.items()
     }
+
+
+def _started(
+    files: Mapping[str, Sequence[str]], logs: Mapping[str, IO[bytes]]
+) -> dict[str, subprocess.Popen[bytes]]:
+    return {
+        file: subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *_PLAIN, "--tb=short",
+             "--durations=8", "--show-capture=no", *tests],
+            cwd=ROOT, stdout=logs[file], stderr=subprocess.STDOUT,
+        )
+        for file, tests in files.items()
+    }  # fmt: skip
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -142,14 +151,12 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
     output.mkdir(parents=True, exist_ok=True)
     code, date = digest(), datetime.date.today().isoformat()
     rows = {row["test"]: row for row in read_csv(output / "checks.csv") if row["code"] == code}
-    passed = [test for test, row in rows.items() if row["outcome"] == PASSED]
     fresh = {"outcome": NOT_RUN, "date": "", "hardware": "", "code": code}
     rows = {test: rows.get(test) or {"test": test, **fresh} for test in collected(files)}
-    waiting = {
-        file: [test for test in passed if test.startswith(f"{file}::")]
-        for file in files
-        if any(test.startswith(f"{file}::") and test not in passed for test in rows)
-    }
+    waiting: dict[str, list[str]] = {}
+    for test, row in rows.items():
+        if row["outcome"] != PASSED:
+            waiting.setdefault(test.partition("::")[0], []).append(test)
     for found in run(waiting, output, seconds - (time.monotonic() - began)).values():
         for test, outcome in found.items():
             rows[test] = {

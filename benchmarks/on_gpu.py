@@ -9,8 +9,9 @@
 The parts are the benchmarks of PARTS, the most important first, each with a share of the time. Each
 is a process with a time box, so that whatever breaks, the others run. Results grow in a folder of
 their own (`--work`), where the next call goes on. The output is flat and small: an archive for each
-part, of at most LARGEST_BYTES, and a table. What does not fit is left out, the largest files first,
-and named in the table.
+part, of at most LARGEST_BYTES, written whenever the part has run, and a list of the calls. What
+does not fit is left out, the largest files first, and named in the table at the end. What the
+measurements say is found out by `--keep`, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -54,6 +56,8 @@ class Part(NamedTuple):
     """Its share, over all calls; more where the others have had theirs."""
     on_cpu: tuple[str, ...] | None = None
     """Arguments with which it runs without a GPU, in little time; None where it cannot."""
+    afterwards: tuple[str, ...] = ()
+    """Arguments with which it makes its tables and figures of what was measured."""
 
     def command(self, folder: Path, seconds: float, cpu: bool) -> list[str]:
         arguments = self.on_cpu if cpu else self.arguments
@@ -63,14 +67,16 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("gpu_checks", (), 180.0),
-    Part("trial_cost", ("--trials", "4"), 150.0,
+    Part("gpu_checks", (), 240.0),
+    Part("trial_cost", ("--trials", "4"), 200.0,
          ("--trials", "1", "--ops", "300", "--clusters", "two CPU sets")),
-    Part("fidelity_gpu", (), 480.0,
-         ("--machines", "cpu2", "--models", "towers", "--tiny", "--placements", "8")),
+    Part("fidelity_gpu", ("--measure",), 500.0,
+         ("--machines", "cpu2", "--models", "towers", "--tiny", "--placements", "8", "--measure"),
+         ("--analyse",)),
     Part("paper_gpu", ("--search-seconds", "20", "--train-steps", "200", "--no-report"), 1500.0,
          ("--devices", "cpu", "--scale", "small", "--cases", "rnnlm-cpu-0", "--methods",
-          "local-search", "--search-seconds", "4", "--train-steps", "4", "--no-report")),
+          "local-search", "--search-seconds", "4", "--train-steps", "4", "--no-report"),
+         ("--report",)),
     Part("one_gpu", (), 300.0),
     Part("offload", ("--probe",), 400.0, ("--small", "--models", "llama", "--shares", "0.5",
                                           "--shapes", "decode-1")),
@@ -84,8 +90,17 @@ RUNS = "on_gpu.csv"
 # --- running -------------------------------------------------------------------------------------
 
 
-def run_parts(parts: Sequence[Part], work: Path, seconds: float, *, cpu: bool, where: str) -> None:
-    """Each part with what is left of its share; then those that are not done with what is left."""
+def run_parts(
+    parts: Sequence[Part],
+    work: Path,
+    seconds: float,
+    *,
+    cpu: bool,
+    where: str,
+    after: Callable[[Part], None] = lambda part: None,
+) -> None:
+    """Each part with what is left of its share; then those that are not done with what is left.
+    `after` is called whenever one has run."""
     end = time.monotonic() + seconds
     for shared in (True, False):
         for part in parts:
@@ -99,6 +114,7 @@ def run_parts(parts: Sequence[Part], work: Path, seconds: float, *, cpu: bool, w
                 left = min(left, part.seconds - sum(float(call["seconds"]) for call in calls))
             if left >= LEAST_SECONDS:
                 run_part(part, work, left, cpu=cpu, where=where)
+                after(part)
 
 
 def calls_of(work: Path, part: Part) -> list[dict[str, str]]:
@@ -164,28 +180,25 @@ def hardware() -> str:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def pack(work: Path, output: Path, names: Iterable[str]) -> dict[str, list[str]]:
-    """An archive of each folder; gives what did not fit. Policies of searches that have ended are of
-    no use any more."""
-    output.mkdir(parents=True, exist_ok=True)
-    left_out: dict[str, list[str]] = {}
-    for name in names:
-        folder = work / name
-        files = sorted(
-            (path.stat().st_size, path.relative_to(work).as_posix())
-            for path in folder.rglob("*")
-            if path.is_file() and not _is_over(path)
-        )
-        with zipfile.ZipFile(output / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            for _, file in files:
-                before = archive.start_dir
-                archive.write(work / file, file)
-                if archive.start_dir > LARGEST_BYTES:
-                    _take_back(archive, before)
-                    left_out.setdefault(name, []).append(file)
-    runs = work / RUNS
-    if runs.is_file():
-        (output / RUNS).write_bytes(runs.read_bytes())
+def pack(folder: Path, archive: Path) -> list[str]:
+    """An archive of a part's folder, the smallest files first; gives what does not fit. Policies of
+    searches that have ended are of no use any more."""
+    files = sorted(
+        (path.stat().st_size, path.relative_to(folder.parent).as_posix())
+        for path in folder.rglob("*")
+        if path.is_file() and not _is_over(path)
+    )
+    left_out, total = [], 0
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+        for size, name in files:
+            content = (folder.parent / name).read_bytes() if size < 20 * LARGEST_BYTES else b""
+            packed = len(zlib.compress(content)) + 2 * len(name) + 200  # what names it, twice
+            if size != len(content) or total + packed > LARGEST_BYTES:
+                left_out.append(name)
+                continue
+            made.writestr(name, content)
+            total += packed
     return left_out
 
 
@@ -193,18 +206,8 @@ def _is_over(path: Path) -> bool:
     return path.name.startswith("checkpoint-") and (path.parent / "found.json").is_file()
 
 
-def _take_back(archive: zipfile.ZipFile, size: int) -> None:
-    """The last member, which made the archive too large."""
-    last = archive.filelist.pop()
-    del archive.NameToInfo[last.filename]
-    assert archive.fp is not None
-    archive.fp.seek(size)
-    archive.fp.truncate()
-    archive.start_dir = size
-
-
 def unpack(folder: Path, work: Path) -> None:
-    """The other way round; files that are there stay."""
+    """Archives of an earlier call; files that are there stay."""
     for path in sorted(folder.glob("*.zip")):
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -219,10 +222,13 @@ def unpack(folder: Path, work: Path) -> None:
         (work / RUNS).write_bytes(runs.read_bytes())
 
 
-def keep(work: Path, results: Path, names: Iterable[str]) -> list[Path]:
-    """Copies the tables to the results of the benchmarks."""
+def keep(parts: Iterable[Part], work: Path, results: Path) -> list[Path]:
+    """Tables, pages and figures of what was measured, among the results of the benchmarks."""
     kept = []
-    for name in names:
+    for name, afterwards in ((part.name, part.afterwards) for part in parts):
+        if afterwards and (work / name).is_dir():
+            command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(work / name)]
+            subprocess.run([*command, *afterwards], check=True)
         for path in sorted((work / name).glob("*")):
             if path.suffix in KEPT and path.stat().st_size <= KEPT_BYTES:
                 target = results / name / path.name
@@ -276,16 +282,24 @@ def main() -> int:
             folder = options.work / part.name
             print(*part.command(folder, part.seconds, options.cpu)[1:])
     elif options.keep:
-        print(*keep(options.work, RESULTS, [part.name for part in parts]), sep="\n")
+        print(*keep(parts, options.work, RESULTS), sep="\n")
     elif options.output is None:
         parser.error("--output: give a folder")
     else:
-        where = hardware()
-        run_parts(parts, options.work, options.seconds, cpu=options.cpu, where=where)
-        left_out = pack(options.work, options.output, [part.name for part in parts])
-        said = f"{table(parts, options.work, left_out)}\n\nOn {where}."
-        (options.output / "on_gpu.md").write_text(said + "\n", encoding="utf-8")
-        print(said, flush=True)
+        where, left_out = hardware(), {}
+
+        def bring_back(part: Part) -> None:
+            folder, output = options.work / part.name, options.output
+            left_out[part.name] = pack(folder, output / f"{part.name}.zip")
+            (output / RUNS).write_bytes((options.work / RUNS).read_bytes())
+
+        for part in parts:  # of earlier calls
+            if (options.work / part.name).is_dir():
+                bring_back(part)
+        run_parts(
+            parts, options.work, options.seconds, cpu=options.cpu, where=where, after=bring_back
+        )
+        print(f"{table(parts, options.work, left_out)}\n\nOn {where}.", flush=True)
     return 0
 
 

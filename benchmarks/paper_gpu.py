@@ -473,7 +473,7 @@ def thinned(
         return list(rows)
     last = len(rows) - 1
     kept = {0, last}
-    kept.update([n for n, is_wanted in enumerate(wanted) if is_wanted][::-1][: most - 2])
+    kept.update([n for n in range(1, last) if wanted[n]][::-1][: most - 2])
     # Neighbours of equal distances may be kept already; then there are some fewer.
     kept.update(round(n) for n in np.linspace(0, last, max(0, most - len(kept))))
     return [rows[number] for number in sorted(kept)]
