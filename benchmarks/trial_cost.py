@@ -12,11 +12,12 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import MORE, RESULTS, add_csv, made_by, read_csv
+from benchmarks.common import MORE, RESULTS, Row, add_csv, made_by, markdown, read_csv
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.models import rnnlm
 from placewright.backends.pytorch.program import TorchProgram, read_program
@@ -96,6 +97,22 @@ def _row(program: TorchProgram, name: str, trials: int) -> dict[str, object]:
         "step_seconds": round(statistics.median(steps), 6) if steps else "",
         "ran": f"{outcomes.count('ok')} of {trials}",
     }
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            f"{int(row['ops']):,}", row["cluster"], row["trial_seconds"], row["trial_seconds_max"],
+            row["step_seconds"] and f"{1000 * float(row['step_seconds']):.2f}",
+            row["start_seconds"], row["ran"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(
+        ["ops", "devices", "seconds a trial", "the slowest", "ms a step",
+         "seconds to start, once", "ran"],
+        lines, texts=2,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
