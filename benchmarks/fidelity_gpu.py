@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import figures
-from benchmarks.common import MORE, Row, made_by, write_csv
+from benchmarks.common import MORE, Row, cpu_name, made_by, write_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
 from placewright import calibration, place
 from placewright import methods as registry
@@ -556,7 +557,9 @@ GPU work of a step is one captured CUDA graph. Of each run the lower quartile of
 second step with the others. "Peak memory" is the runner's own account of each device, "of the
 allocator" what torch's allocator gave out (where the GPU is one memory). "Too much at 95%" counts
 plans that would have run out where they are predicted to fill the memory to 95%, by either account.
-"Calibrated in": measuring all that costs are made from, without starting the process. {made_by()}
+"Calibrated in": measuring all that costs are made from, without starting the process.
+
+What was fitted and predicted comes from these measurements, and needs no GPU. {made_by()}
 
 ![Predicted and measured](fidelity.svg)
 """,
@@ -700,8 +703,10 @@ def _hardware(cluster: Cluster) -> str:
     import torch
 
     if torch.cuda.is_available() and any(device.type == "gpu" for device in cluster.devices):
-        return f"one {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    return f"a CPU, torch {torch.__version__}"
+        gpu = f"one {torch.cuda.get_device_name(0)} beside "
+    else:
+        gpu = ""
+    return f"{gpu}{os.cpu_count()} cores of {cpu_name()}, torch {torch.__version__}"
 
 
 def _options() -> argparse.Namespace:

@@ -173,8 +173,8 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
         encoding="utf-8",
     )
     print(said, flush=True)
-    outcome = {row["outcome"] for row in rows.values()}
-    return 1 if FAILED in outcome else MORE if NOT_RUN in outcome else 0
+    came = {row["outcome"] for row in rows.values()}
+    return MORE if NOT_RUN in came else 1 if FAILED in came else 0
 
 
 if __name__ == "__main__":

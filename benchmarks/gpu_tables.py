@@ -28,6 +28,8 @@ COLUMNS = {
 """Method in the files -> heading."""
 
 OURS = ("ppo warm", "simulate+measure", "auto")
+BY_HAND = ("scotch", "mincut", "expert")
+"""What one would do without a search for step times."""
 OTHERS = tuple(method for method in COLUMNS if method not in OURS)
 LEARNERS = ("reinforce", "ppo", "local-search", "ppo warm", "simulate+measure", "auto")
 
@@ -122,6 +124,14 @@ def verdicts(rows: Sequence[Row]) -> str:
         if predicted != "":
             off = float(predicted) / seconds_of(mine) - 1
             parts.append(f"the simulator predicts its time with an error of {off:+.0%}")
+        known = [m for m in BY_HAND if math.isfinite(seconds_of(found.get(m)))]
+        if known:
+            other = min(seconds_of(found.get(method)) for method in known)
+            names = ", ".join(COLUMNS[method] for method in known)
+            parts.append(f"{other / seconds_of(mine) - 1:+.0%} over the best of {names}")
+        scratch, published = (seconds_of(found.get(m)) for m in ("ppo", "reinforce"))
+        if math.isfinite(scratch) and math.isfinite(published):
+            parts.append(f"`ppo` over `reinforce`: {published / scratch - 1:+.0%}")
         best = f"the best of ours is {COLUMNS[ours]} ({1000 * seconds_of(mine):.1f} ms)"
         said.append(f"- {title(key)}: {'; '.join([best, *parts])}.")
     return "\n".join(said)

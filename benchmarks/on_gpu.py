@@ -4,6 +4,7 @@
     python -m benchmarks.on_gpu --seconds 560 --output out2 --resume out      # on a fresh machine
     python -m benchmarks.on_gpu --list                                        # what it would run
     python -m benchmarks.on_gpu --resume out2 --keep         # anywhere: into benchmarks/results
+    python -m benchmarks.paper_gpu --report                  # then: pages and tables of the results
     python -m benchmarks.on_gpu --seconds 300 --output out --cpu              # tries it without one
 
 The parts are the benchmarks of PARTS, the most important first, each with a share of the time. Each
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import MORE, RESULTS, Row, cpu_name, markdown, merge_csv, read_csv
 
-WORK = Path(__file__).parent.parent / "build" / "on_gpu"
+WORK = Path("build", "on_gpu")
 LARGEST_BYTES = 7_000_000
 """Of an archive: all of them together stay under 64 MB."""
 KEPT_BYTES = 400_000
@@ -73,7 +74,7 @@ PARTS = (
     Part("fidelity_gpu", ("--measure",), 500.0,
          ("--machines", "cpu2", "--models", "towers", "--tiny", "--placements", "8", "--measure"),
          ("--analyse",)),
-    Part("paper_gpu", ("--search-seconds", "20", "--train-steps", "200", "--no-report"), 1500.0,
+    Part("paper_gpu", ("--search-seconds", "20", "--train-steps", "100", "--no-report"), 1500.0,
          ("--devices", "cpu", "--scale", "small", "--cases", "rnnlm-cpu-0", "--methods",
           "local-search", "--search-seconds", "4", "--train-steps", "4", "--no-report"),
          ("--report",)),

@@ -112,8 +112,8 @@ def test_a_case_is_searched_measured_and_explained(
     for method in methods:
         mine = [row for row in curves if row["method"] == method]
         assert len(mine) <= paper_gpu.CURVE_ROWS
-        trials = int(by_method[method]["trials"])
-        assert [int(row["trial"]) for row in mine[-1:]] == ([trials] if trials else [])
+        real_runs = int(by_method[method]["trials"])
+        assert [int(row["trial"]) for row in mine[-1:]] == ([real_runs] if real_runs else [])
     for table, file in (
         (gpu_tables.main_table, "paper_gpu"), (gpu_tables.details_table, "paper_gpu"),
         (gpu_tables.rewards_table, "runs_of_searches"), (gpu_tables.analysis_table, "analysis"),
