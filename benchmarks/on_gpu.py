@@ -152,7 +152,7 @@ def boxed(command: Sequence[str], seconds: float, output: Any) -> int | None:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        env=environment, start_new_session=True,
+        env=environment, process_group=0,  # of the same session: whatever ends that ends it too
     )  # fmt: skip
     try:
         return process.wait(max(1.0, seconds))
