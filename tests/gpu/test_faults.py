@@ -73,15 +73,16 @@ def test_killed_and_stopped_processes_are_replaced_and_leave_no_memory(
     rnnlm: TorchProgram,
 ) -> None:
     before = torch.cuda.mem_get_info()[0]
-    config = dataclasses.replace(CONFIG, time_limit_seconds=3.0)
-    with TorchRunner(rnnlm, cluster_of("cuda:0/stream:0-3"), config) as runner:
+    with TorchRunner(rnnlm, cluster_of("cuda:0/stream:0-3"), CONFIG) as runner:
         devices = [0] * rnnlm.graph.num_ops
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGKILL)
         time.sleep(0.3)
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGSTOP)
+        runner.config = dataclasses.replace(CONFIG, time_limit_seconds=3.0)
         assert runner.measure(devices).measurement.outcome is Outcome.TIMED_OUT
+        runner.config = CONFIG
         assert runner.measure(devices).measurement.ok
     time.sleep(1.0)
     assert torch.cuda.mem_get_info()[0] > before - (1 << 28)

@@ -142,12 +142,14 @@ def test_keeps_the_promises_of_a_runner(program: TorchProgram) -> None:
 
 
 def test_a_process_that_hangs_is_replaced(program: TorchProgram) -> None:
-    config = dataclasses.replace(CONFIG, time_limit_seconds=1.0)
-    with TorchRunner(program, Cluster.load("cpu2"), config) as runner:
+    with TorchRunner(program, Cluster.load("cpu2"), CONFIG) as runner:
         devices = [0] * program.graph.num_ops
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGSTOP)
+        # For this one only: what runs may take longer than that on a busy machine.
+        runner.config = dataclasses.replace(CONFIG, time_limit_seconds=1.0)
         assert runner.measure(devices).measurement.outcome is Outcome.TIMED_OUT
+        runner.config = CONFIG
         assert runner.measure(devices).measurement.ok
 
 
