@@ -323,6 +323,9 @@ class Recorded(ExitStack):
             else None,
         )  # fmt: skip
 
+    def seconds_for_links(self, sizes: int) -> float:
+        return 0.0
+
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return self._record.links or {}
 

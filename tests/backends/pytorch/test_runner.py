@@ -204,6 +204,15 @@ def test_a_module_is_placed_by_real_runs(evaluate: How) -> None:
     assert torch.isfinite(placed(torch.arange(24) % 50))
 
 
+def test_ways_to_a_switch_are_timed_by_routes_over_them(program: TorchProgram) -> None:
+    direct = TorchRunner(program, Cluster.load("cpu2"), CONFIG)
+    parts = TorchRunner(program, Cluster.load("h200-parts4"), CONFIG)  # not started: no GPU
+    devices = set(parts.cluster.device_names)
+    assert not any(set(link.pairs[0]) <= devices for link in parts.cluster.links)
+    # From partition to partition, and to the CPU: through the memory of the host.
+    assert parts.seconds_for_links(5) > direct.seconds_for_links(5) > 0
+
+
 def test_devices_that_are_not_here_cannot_be_measured_on() -> None:
     import placewright.torch
 
