@@ -116,7 +116,9 @@ class TorchRunner(ProcessRunner):
             for name in ("tf32", "cudnn_benchmark", "tolerance", "seed")
         }
         capture = self.config.capture
-        settings["capture"] = self.cluster.issue != "host" if capture is None else capture
+        if capture is None:  # as it is simulated
+            capture = self.cluster.issued_by(self.program.graph.issue) != "host"
+        settings["capture"] = capture
         devices = range(self.cluster.num_devices)
         return Child(
             "placewright.backends.pytorch.client",
