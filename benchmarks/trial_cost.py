@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import MORE, RESULTS, Row, add_csv, made_by, markdown, read_csv
+from placewright.backends.models.rnnlm import Config
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.models import rnnlm
 from placewright.backends.pytorch.program import TorchProgram, read_program
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def _program(ops: int) -> TorchProgram:
-    config = rnnlm.Config(
+    config = Config(
         batch=32, steps=STEPS[ops], units=512, projection=256, vocabulary=4000, dropout=0.0
     )
     return read_program(rnnlm.build(config))
