@@ -30,6 +30,8 @@ from placewright.session.search import Progress, search
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("rnnlm", "nmt", "inception_v3")
 CLUSTERS = ("k80x2", "k80x4")
+MORE = 3
+"""Exit code of a benchmark whose time ended before it was done: called again, it goes on."""
 
 Row = Mapping[str, Any]
 """Of a table: as it was made, or as read from a file, where all values are text."""

@@ -10,7 +10,8 @@ model on a machine is kept in `raw/MODEL-MACHINE.json.gz` of the results: all th
 for (traces of single devices, links, what ops take side by side), placements that it is fitted to,
 and others that it has not seen: random, contiguous, proposed by the classical methods, and the best
 found in the simulator. Those are measured again in a second pass, as far as time allows. What is
-there is not measured again, so a run that was cut short goes on. Fitting and predicting come
+there is not measured again, so a run that was cut short goes on, first with what was never
+measured, and exits with 3 where its time ended before all was done. Fitting and predicting come
 afterwards and need no GPU: `fidelity.csv` has a line for each placement, `summary.csv` one for each
 model and machine, `README.md` the table.
 """
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -30,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import figures
+from benchmarks.common import MORE, Row, cpu_name, made_by, write_csv
 from benchmarks.common import RESULTS as ALL_RESULTS
-from benchmarks.common import Row, made_by, write_csv
 from placewright import calibration, place
 from placewright import methods as registry
 from placewright.backends import Run, RunConfig, Runner
@@ -61,6 +64,8 @@ FIT = 16
 ERROR, SPEARMAN, KENDALL, PEAK, FILLED = 0.10, 0.9, 0.6, 0.05, 0.95
 """What is wanted: the error and the correlation of all placements, the agreement of pairs among the
 fastest quarter, the error of the peak of memory, and how full a plan may fill it."""
+CALIBRATION_SECONDS = 120.0
+"""For all that costs are made from."""
 ON_CPU = 0.05
 """Of the groups, that random placements put on the CPU beside a GPU, on average."""
 LEAST_SECONDS = 30.0
@@ -82,6 +87,8 @@ class Record:
     """Number of a device -> a run with everything on it, with its trace."""
     links: dict[str, list[float]] | None = None
     demands: dict[int, dict[str, float]] | None = None
+    calibration_seconds: float = 0.0
+    """What the above took and the placements to fit to, without the start of the process."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Of placements: `kind`, whether it is to `fit`, `devices` of the ops that are placed together,
     and `passes`: what came of each time that it was measured."""
@@ -105,6 +112,7 @@ class Record:
             demands=None
             if document["demands"] is None
             else {int(key): value for key, value in document["demands"].items()},
+            calibration_seconds=document["calibration_seconds"],
             runs=document["runs"],
         )
         return record, Problem.load(_problem_path(path))
@@ -119,6 +127,18 @@ def measure(
 ) -> Iterator[None]:
     """Measures what is missing in the record, the most important first, until that time (of
     `time.monotonic`); yields after every run."""
+    at = time.monotonic()
+    for is_calibration in _measured(problem, runner, record, count, until):
+        if is_calibration:
+            record.calibration_seconds += time.monotonic() - at
+        yield
+        at = time.monotonic()
+
+
+def _measured(
+    problem: Problem, runner: Runner, record: Record, count: int, until: float
+) -> Iterator[bool]:
+    """Whether what was just measured is what costs are made from."""
     ops = problem.grouping.group_of
     for device in _first_of_each(problem):
         if device not in record.singles:
@@ -126,22 +146,22 @@ def measure(
             single = everything_on(problem, device).devices[ops]
             run = runner.measure(single, best_seconds=_best_single(record), traces=traces)
             record.singles[device] = _as_record(run)
-            yield
+            yield True
         if time.monotonic() > until:
             return
     if record.links is None and problem.num_devices > 1:
         times = runner.time_links(LINK_BYTES)
         record.links = {name: list(seconds) for name, seconds in times.items()}
-        yield
+        yield True
     if record.demands is None:
         record.demands = {
             device: dict(shares)
             for device, shares in (runner.demands() if problem.cluster.shared_chips else {}).items()
         }
-        yield
+        yield True
     if not record.runs:
         record.runs = _to_measure(problem, record, count)
-        yield
+        yield False
     fresh = [run for run in record.runs if not run["fit"]]
     first = [run for run in record.runs if run["fit"]] + fresh
     for number, runs in enumerate((first, fresh[::-1])):
@@ -153,7 +173,7 @@ def measure(
             devices = np.array(entry["devices"], dtype=np.int32)
             run = runner.measure(devices[ops], best_seconds=_best_single(record), adaptive=False)
             entry["passes"].append(_as_record(run))
-            yield
+            yield bool(entry["fit"])
 
 
 def _best_single(record: Record) -> float | None:
@@ -303,6 +323,9 @@ class Recorded(ExitStack):
             else None,
         )  # fmt: skip
 
+    def seconds_for_links(self, sizes: int) -> float:
+        return 0.0
+
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return self._record.links or {}
 
@@ -357,10 +380,14 @@ def predicted(problem: Problem, record: Record, found: Calibration) -> list[dict
         fixed = np.zeros(problem.num_devices)
         np.add.at(fixed, pools[rows[number]], resident)
         allocated = run["passes"][0].get("allocated_bytes")
-        single_pool = len(set(pools[on_gpu].tolist())) == 1
+        on_gpus = max((s for s, gpu in zip(said, on_gpu, strict=True) if gpu), default=0)
+        if allocated is not None:  # it tells partitions of a GPU not apart
+            one_memory = len(set(pools[on_gpu].tolist())) == 1
+            allocated = int(allocated + fixed[on_gpu].sum()) if one_memory else None
         result.append(
             {
                 **record.facts,
+                "calibration_seconds": round(record.calibration_seconds, 1),
                 "kind": run["kind"],
                 "predicted_seconds": float(simulated.step_seconds[number]),
                 "first_seconds": halves[0],
@@ -368,14 +395,11 @@ def predicted(problem: Problem, record: Record, found: Calibration) -> list[dict
                 "passes": len(run["passes"]),
                 "predicted_peak_bytes": max(said),
                 "measured_peak_bytes": max(peaks),
-                "allocated_peak_bytes": int(allocated + fixed[on_gpu].sum())
-                if allocated is not None and single_pool
-                else "",
-                "predicted_gpu_peak_bytes": max(
-                    (s for s, gpu in zip(said, on_gpu, strict=True) if gpu), default=0
-                ),
+                "allocated_peak_bytes": "" if allocated is None else allocated,
+                "predicted_gpu_peak_bytes": on_gpus,
                 # Whether it would run where it is predicted to fill the memory to that share.
-                "fits_filled": all(p <= s / FILLED for p, s in zip(peaks, said, strict=True) if p),
+                "fits_filled": all(p <= s / FILLED for p, s in zip(peaks, said, strict=True) if p)
+                and (allocated is None or allocated <= on_gpus / FILLED),
             }
         )
     return result
@@ -427,6 +451,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "peak_error": float(np.mean(peaks)) if peaks else math.nan,
                 "allocated_error": float(np.mean(np.abs(real))) if real else math.nan,
                 "over_when_filled": sum(str(row["fits_filled"]) != "True" for row in mine),
+                "calibration_seconds": float(mine[0]["calibration_seconds"]),
             }
         )
     return result
@@ -457,8 +482,8 @@ def table(lines: Sequence[Row]) -> str:
     text = [
         "| model | machine | placements | error | of repeating | Spearman | with itself | "
         "Kendall, fastest quarter | with itself | best: measured / predicted | peak memory | "
-        "of the allocator | too much at 95% |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "of the allocator | too much at 95% | calibrated in |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for line in lines:
         cells = [
@@ -467,7 +492,7 @@ def table(lines: Sequence[Row]) -> str:
             _number(line["spearman_repeated"]), _number(line["kendall_quarter"]),
             _number(line["kendall_quarter_repeated"]), _number(line["best_over_predicted"]),
             _percent(line["peak_error"]), _percent(line["allocated_error"]),
-            str(line["over_when_filled"]),
+            str(line["over_when_filled"]), f"{float(line['calibration_seconds']):.0f} s",
         ]  # fmt: skip
         text.append(f"| {' | '.join(cells)} |")
     reached = {
@@ -477,8 +502,16 @@ def table(lines: Sequence[Row]) -> str:
             float(x["kendall_quarter"]) >= KENDALL for x in lines
         ],
         f"a peak of memory within {PEAK:.0%}": [float(x["peak_error"]) <= PEAK for x in lines],
+        f"within {PEAK:.0%} of what the allocator gave out": [
+            float(x["allocated_error"]) <= PEAK
+            for x in lines
+            if not math.isnan(float(x["allocated_error"]))
+        ],
+        f"costs in {CALIBRATION_SECONDS:g} s": [
+            float(x["calibration_seconds"]) <= CALIBRATION_SECONDS for x in lines
+        ],
     }
-    said = "; ".join(f"{what}: {sum(ok)} of {len(ok)}" for what, ok in reached.items())
+    said = "; ".join(f"{what}: {sum(ok)} of {len(ok)}" for what, ok in reached.items() if ok)
     return "\n".join([*text, "", f"Wanted of every line, and reached: {said}."])
 
 
@@ -526,7 +559,10 @@ GPU work of a step is one captured CUDA graph. Of each run the lower quartile of
 "of repeating" and "with itself" compare two passes or, where there was time for one only, every
 second step with the others. "Peak memory" is the runner's own account of each device, "of the
 allocator" what torch's allocator gave out (where the GPU is one memory). "Too much at 95%" counts
-plans that would have run out where they are predicted to fill the memory to 95%. {made_by()}
+plans that would have run out where they are predicted to fill the memory to 95%, by either account.
+"Calibrated in": measuring all that costs are made from, without starting the process.
+
+What was fitted and predicted comes from these measurements, and needs no GPU. {made_by()}
 
 ![Predicted and measured](fidelity.svg)
 """,
@@ -539,21 +575,25 @@ plans that would have run out where they are predicted to fill the memory to 95%
 # --- the command ---------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main() -> int:
     options = _options()
-    if not options.analyse:
-        _measure_all(options)
+    done = options.analyse or _measure_all(options)
     if not options.measure:
         analyse(options.output)
+    return 0 if done else MORE
 
 
-def _measure_all(options: argparse.Namespace) -> None:
-    """In waves: the processes of some pairs start side by side, then each has the machine."""
+def _measure_all(options: argparse.Namespace) -> bool:
+    """In waves: the processes of some pairs start side by side, then each has the machine. Says
+    whether all is measured."""
     end = time.monotonic() + options.seconds
     programs: dict[str, Any] = {}
     # The first models and machines are the most important: by turns, so that neither is left out.
     pairs = [(model, machine) for model in options.models for machine in options.machines]
     pairs.sort(key=lambda p: options.models.index(p[0]) + options.machines.index(p[1]))
+    everything = pairs
+    passes = {pair: _passes(_path(options, *pair)) for pair in pairs}
+    pairs = sorted((pair for pair in pairs if passes[pair] < 2), key=passes.__getitem__)
     first = True
     while pairs and (first or time.monotonic() + LEAST_SECONDS < end):
         first = False
@@ -567,9 +607,8 @@ def _measure_all(options: argparse.Namespace) -> None:
                 except Exception as fault:  # the others are measured all the same
                     _say_fault(model, machine, fault)
                     continue
-                if prepared is not None:
-                    runners.enter_context(prepared.runner)
-                    started.append((prepared, threads.submit(prepared.runner.start)))
+                runners.enter_context(prepared.runner)
+                started.append((prepared, threads.submit(prepared.runner.start)))
             for prepared, _ in started:
                 _warm_up(prepared.problem)
             for _, future in started:
@@ -582,6 +621,21 @@ def _measure_all(options: argparse.Namespace) -> None:
                 except Exception as fault:
                     _say_fault(*prepared.pair, fault)
     print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
+    return all(_passes(_path(options, *pair)) > 1 for pair in everything)
+
+
+def _path(options: argparse.Namespace, model: str, machine: str) -> Path:
+    path: Path = options.output / "raw" / f"{model}-{machine.replace('+', '-')}.json.gz"
+    return path
+
+
+def _passes(path: Path) -> int:
+    """How often all placements were measured that are not fitted to; two times are all."""
+    if not path.exists():
+        return 0
+    record, _ = Record.load(path)
+    fresh = [run for run in record.runs if not run["fit"]]
+    return min((2 if _failed(run) else len(run["passes"]) for run in fresh), default=0)
 
 
 def _warm_up(problem: Problem) -> None:
@@ -627,13 +681,12 @@ class Prepared:
 
 def _prepared(
     programs: dict[str, Any], model: str, machine: str, options: argparse.Namespace
-) -> Prepared | None:
-    """None where everything is measured."""
+) -> Prepared:
     from benchmarks.fidelity_gpu_models import program
     from placewright.backends.pytorch import TorchRunConfig
     from placewright.backends.pytorch.runner import TorchRunner
 
-    path = options.output / "raw" / f"{model}-{machine.replace('+', '-')}.json.gz"
+    path = _path(options, model, machine)
     if model not in programs:
         programs[model] = program(model, tiny=options.tiny)
     if path.exists():
@@ -642,9 +695,6 @@ def _prepared(
         cluster = replace(chosen(list(MACHINES[machine])), name=machine)
         record = Record({"model": model, "machine": machine, "hardware": _hardware(cluster)})
         problem = make_problem(programs[model].graph, cluster).refined
-    fresh = [run for run in record.runs if not run["fit"]]
-    if fresh and all(len(run["passes"]) > 1 or _failed(run) for run in fresh):
-        return None
     config = TorchRunConfig(
         steps=options.steps, max_steps=options.steps, time_limit_seconds=30.0, start_seconds=180.0
     )
@@ -656,8 +706,10 @@ def _hardware(cluster: Cluster) -> str:
     import torch
 
     if torch.cuda.is_available() and any(device.type == "gpu" for device in cluster.devices):
-        return f"one {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
-    return f"a CPU, torch {torch.__version__}"
+        gpu = f"one {torch.cuda.get_device_name(0)} beside "
+    else:
+        gpu = ""
+    return f"{gpu}{os.cpu_count()} cores of {cpu_name()}, torch {torch.__version__}"
 
 
 def _options() -> argparse.Namespace:
@@ -680,4 +732,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

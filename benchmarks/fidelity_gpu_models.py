@@ -103,11 +103,13 @@ class Transformer(nn.Module):
 
 
 class Towers(nn.Module):
-    """A recommender: a tower for each field, and the products of what they make."""
+    """A recommender: a tower for each field, and the products of what they make. The words of a
+    field are looked up and averaged by two ops: what one op that does both (`EmbeddingBag`) keeps
+    for its gradient differs in shape from device to device."""
 
     def __init__(self, towers: int, words: int, width: int) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([nn.EmbeddingBag(words, width) for _ in range(towers)])
+        self.tables = nn.ModuleList([nn.Embedding(words, width) for _ in range(towers)])
         self.towers = nn.ModuleList(
             [
                 nn.Sequential(
@@ -120,7 +122,7 @@ class Towers(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         made = [
-            tower(table(ids[:, number]))
+            tower(table(ids[:, number]).mean(1))
             for number, (table, tower) in enumerate(zip(self.tables, self.towers, strict=True))
         ]
         together = torch.stack(made, 1)

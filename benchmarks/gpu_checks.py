@@ -1,8 +1,10 @@
 """All checks that need a GPU, in one go: `python -m benchmarks.gpu_checks`.
 
 Runs the tests that are marked `gpu`, a process for each file and all at once (they check what is
-right, not what is fast), and prints a short table. The files under `benchmarks/results/gpu_checks`
-say when and where they last passed.
+right, not what is fast), and prints a short table. `checks.csv` has a line for each test: what came
+of it, when, on what, and of which code (a digest of the package and the tests). A test that passed
+with this very code is not run again, so that the same command goes on where its time ended; then it
+exits with 3. `benchmarks/results/gpu_checks` says when and where they last passed.
 """
 
 from __future__ import annotations
@@ -10,14 +12,118 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from benchmarks.common import RESULTS, made_by, write_csv
+from benchmarks.common import MORE, RESULTS, Row, made_by, markdown, read_csv, write_csv
+
+ROOT = Path(__file__).parent.parent
+PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
+_RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: |$)")
+_BEGUN = re.compile(r"^\S+\.py::\S+")
+_OUTCOMES = {"PASSED": PASSED, "XPASS": PASSED, "SKIPPED": SKIPPED, "XFAIL": SKIPPED}
+"""As pytest says it; anything else has failed."""
+
+
+def digest() -> str:
+    """Of all code that the checks are of."""
+    found = hashlib.sha256()
+    for folder in (ROOT / "src" / "placewright", ROOT / "tests" / "gpu"):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def outcomes(log: str, *, ended: bool) -> dict[str, str]:
+    """Test -> what came of it, of what pytest printed so far. One that passes and then fails while
+    it is taken down has failed, and so has one in which pytest `ended` by itself."""
+    found: dict[str, str] = {}
+    finished = set()
+    for line in log.splitlines():
+        begun = _BEGUN.match(line)
+        if begun is not None and ended:
+            found.setdefault(begun[0], FAILED)
+        match = _RESULT.match(line)
+        if match is not None:
+            outcome = _OUTCOMES.get(match[2], FAILED)
+            again = match[1] in finished
+            found[match[1]] = FAILED if again and FAILED in (outcome, found[match[1]]) else outcome
+            finished.add(match[1])
+    return found
+
+
+def collected(files: Sequence[str]) -> list[str]:
+    """All tests of the files."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *_PLAIN, *files]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return [line.strip() for line in said.splitlines() if "::" in line]
+
+
+_PLAIN = ("-p", "no:cacheprovider", "--color=no")
+
+
+def run(
+    files: Mapping[str, Sequence[str]], output: Path, seconds: float
+) -> dict[str, dict[str, str]]:
+    """File -> test -> what came of it, of these tests of each file."""
+    began = time.monotonic()
+    logs = {file: output / f"{Path(file).stem}.log" for file in files}
+    with contextlib.ExitStack() as opened:
+        running = _started(
+            files, {f: opened.enter_context(log.open("wb")) for f, log in logs.items()}
+        )
+    stopped = set()
+    for file, process in running.items():
+        try:
+            process.wait(max(1.0, seconds - (time.monotonic() - began)))
+        except subprocess.TimeoutExpired:
+            stopped.add(file)
+            process.send_signal(signal.SIGINT)  # it says what it has found so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            process.kill()
+            process.wait()
+    return {
+        file: outcomes(log.read_text(encoding="utf-8", errors="replace"), ended=file not in stopped)
+        for file, log in logs.items()
+    }
+
+
+def _started(
+    files: Mapping[str, Sequence[str]], logs: Mapping[str, IO[bytes]]
+) -> dict[str, subprocess.Popen[bytes]]:
+    return {
+        file: subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *_PLAIN, "--tb=short",
+             "--durations=8", "--show-capture=no", *tests],
+            cwd=ROOT, stdout=logs[file], stderr=subprocess.STDOUT,
+        )
+        for file, tests in files.items()
+    }  # fmt: skip
+
+
+def table(rows: Iterable[Row]) -> str:
+    """How many tests of each file came to what, and when the last of them ran."""
+    of: dict[str, list[Row]] = {}
+    for row in rows:
+        of.setdefault(Path(str(row["test"]).partition("::")[0]).stem, []).append(row)
+    lines = []
+    for name, mine in of.items():
+        counts = [sum(row["outcome"] == kind for row in mine) for kind in _KINDS]
+        failed = [str(row["test"]).rpartition("::")[2] for row in mine if row["outcome"] == FAILED]
+        last = max((str(row["date"]) for row in mine), default="")
+        lines.append([f"`{name}`", *counts, last, ", ".join(f"`{test}`" for test in failed)])
+    return markdown(["file", *_KINDS, "last", "which failed"], lines)
+
+
+_KINDS = (PASSED, FAILED, SKIPPED, NOT_RUN)
 
 
 def main() -> int:
@@ -26,59 +132,49 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="most time for all of them")
     parser.add_argument("tests", nargs="*", default=["tests/gpu"])
     arguments = parser.parse_args()
+    began = time.monotonic()
     import torch
 
     if not torch.cuda.is_available():
         print("gpu_checks: torch finds no GPU here", file=sys.stderr)
         return 2
+    hardware = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    return check(arguments.tests, arguments.output, arguments.seconds, hardware, began)
+
+
+def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, began: float) -> int:
     files = sorted(
-        str(file)
-        for test in arguments.tests
-        for file in (Path(test).glob("test_*.py") if Path(test).is_dir() else [Path(test)])
+        str(file.relative_to(ROOT) if file.is_absolute() else file)
+        for test in tests
+        for file in ((ROOT / test).glob("test_*.py") if (ROOT / test).is_dir() else [Path(test)])
     )
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    logs = [arguments.output / f"{Path(file).stem}.log" for file in files]
-    began = time.monotonic()
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu",
-             "--tb=short", "--durations=8", "--maxfail=4", "--show-capture=no", file],
-            stdout=log.open("w", encoding="utf-8"),
-            stderr=subprocess.STDOUT,
-        )
-        for file, log in zip(files, logs, strict=True)
-    ]  # fmt: skip
-    rows = []
-    for file, log, process in zip(files, logs, running, strict=True):
-        try:
-            process.wait(max(1.0, arguments.seconds - (time.monotonic() - began)))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it says what it has found so far
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
-            process.kill()
-            process.wait()
-        text = log.read_text(encoding="utf-8", errors="replace")
-        counts = {
-            name: int(found[1]) if (found := re.search(rf"(\d+) {name}", text)) else 0
-            for name in ("passed", "failed", "error", "skipped")
-        }
-        rows.append(
-            {"checks": Path(file).stem, **counts, "exit": process.returncode,
-             "date": datetime.date.today().isoformat()}
-        )  # fmt: skip
-        print(*rows[-1].values(), sep="\t", flush=True)
-        for line in text.splitlines():
-            if line.startswith(("FAILED", "ERROR")):
-                print("   ", line[:300])
-    write_csv(arguments.output / "checks.csv", rows)
-    properties = torch.cuda.get_device_properties(0)
-    (arguments.output / "README.md").write_text(
-        f"{made_by()}\nGPU: {properties.name}, torch {torch.__version__}, CUDA "
-        f"{torch.version.cuda}.\n",
+    output.mkdir(parents=True, exist_ok=True)
+    code, date = digest(), datetime.date.today().isoformat()
+    rows = {row["test"]: row for row in read_csv(output / "checks.csv") if row["code"] == code}
+    fresh = {"outcome": NOT_RUN, "date": "", "hardware": "", "code": code}
+    rows = {test: rows.get(test) or {"test": test, **fresh} for test in collected(files)}
+    waiting: dict[str, list[str]] = {}
+    for test, row in rows.items():
+        if row["outcome"] != PASSED:
+            waiting.setdefault(test.partition("::")[0], []).append(test)
+    for found in run(waiting, output, seconds - (time.monotonic() - began)).values():
+        for test, outcome in found.items():
+            rows[test] = {
+                "test": test, "outcome": outcome, "date": date, "hardware": hardware, "code": code,
+            }  # fmt: skip
+    if not rows:
+        print(f"gpu_checks: no tests in {', '.join(tests)}", file=sys.stderr)
+        return 2
+    write_csv(output / "checks.csv", list(rows.values()))
+    said = table(rows.values())
+    where = ", ".join(dict.fromkeys(row["hardware"] for row in rows.values() if row["hardware"]))
+    (output / "README.md").write_text(
+        f"# Checks on a real GPU\n\n{said}\n\nOn {where or 'nothing yet'}. {made_by()}\n",
         encoding="utf-8",
     )
-    return int(any(row["exit"] for row in rows))
+    print(said, flush=True)
+    came = {row["outcome"] for row in rows.values()}
+    return MORE if NOT_RUN in came else 1 if FAILED in came else 0
 
 
 if __name__ == "__main__":

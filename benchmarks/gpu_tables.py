@@ -28,6 +28,8 @@ COLUMNS = {
 """Method in the files -> heading."""
 
 OURS = ("ppo warm", "simulate+measure", "auto")
+BY_HAND = ("scotch", "mincut", "expert")
+"""What one would do without a search for step times."""
 OTHERS = tuple(method for method in COLUMNS if method not in OURS)
 LEARNERS = ("reinforce", "ppo", "local-search", "ppo warm", "simulate+measure", "auto")
 
@@ -122,6 +124,14 @@ def verdicts(rows: Sequence[Row]) -> str:
         if predicted != "":
             off = float(predicted) / seconds_of(mine) - 1
             parts.append(f"the simulator predicts its time with an error of {off:+.0%}")
+        known = [m for m in BY_HAND if math.isfinite(seconds_of(found.get(m)))]
+        if known:
+            other = min(seconds_of(found.get(method)) for method in known)
+            names = ", ".join(COLUMNS[method] for method in known)
+            parts.append(f"{other / seconds_of(mine) - 1:+.0%} over the best of {names}")
+        scratch, published = (seconds_of(found.get(m)) for m in ("ppo", "reinforce"))
+        if math.isfinite(scratch) and math.isfinite(published):
+            parts.append(f"`ppo` over `reinforce`: {published / scratch - 1:+.0%}")
         best = f"the best of ours is {COLUMNS[ours]} ({1000 * seconds_of(mine):.1f} ms)"
         said.append(f"- {title(key)}: {'; '.join([best, *parts])}.")
     return "\n".join(said)
@@ -171,13 +181,13 @@ def rewards_table(rows: Sequence[Row]) -> str:
             ran = [row for row in mine if row["best_seconds"] != ""]
             if not ran:
                 continue
-            end = float(ran[-1]["best_seconds"])
+            runs, end = int(mine[-1]["trial"]), float(ran[-1]["best_seconds"])
             first = next(row for row in ran if float(row["best_seconds"]) <= 1.02 * end)
-            failed = sum(row["step_seconds"] == "" for row in mine) / len(mine)
+            failed = int(mine[-1]["failed"]) / runs
             seconds = [float(row["seconds"]) for row in mine]
             lines.append([
-                title(key), COLUMNS[method], len(mine),
-                f"{len(mine) / max(seconds):.1f}" if max(seconds) else "",
+                title(key), COLUMNS[method], runs,
+                f"{runs / max(seconds):.1f}" if max(seconds) else "",
                 f"{1000 * end:.1f}", first["trial"], f"{float(first['seconds']):.1f}",
                 f"{failed:.0%}",
             ])  # fmt: skip
@@ -207,13 +217,12 @@ def analysis_table(rows: Sequence[Row]) -> str:
 
 
 def as_runs(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """As `benchmarks.paper` has training: the case in place of the model, and one run of each."""
+    """As `benchmarks.paper` has training: the case in place of the model."""
     return [
         {
             **row,
             "model": title((row["model"], row["machine"], str(row["partitions"]))),
             "placement": str(COLUMNS.get(row["placement"], row["placement"])).strip("`"),
-            "run": 0,
         }
         for row in rows
     ]
@@ -222,28 +231,41 @@ def as_runs(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def training_table(rows: Sequence[Row]) -> str:
     lines: list[list[object]] = []
     remarks = []
-    runs: dict[str, dict[str, list[Row]]] = {}
+    runs: dict[str, dict[tuple[str, int], list[Row]]] = {}
     for row in as_runs(rows):
-        runs.setdefault(row["model"], {}).setdefault(row["placement"], []).append(row)
-    for model, placements in runs.items():
-        for who, mine in placements.items():
+        key = (row["placement"], int(row["run"]))
+        runs.setdefault(row["model"], {}).setdefault(key, []).append(row)
+    for model, found in runs.items():
+        losses = {}
+        for (who, number), mine in found.items():
+            losses[who, number] = [float(row["loss"]) for row in mine]
             seconds = float(mine[-1]["seconds"])
             lines.append([
-                model, who, len(mine), f"{seconds:.2f}",
+                model, f"{who}, again" if number else who, len(mine), f"{seconds:.2f}",
                 f"{1000 * seconds / max(1, len(mine) - 1):.1f}",
-                f"{float(mine[0]['loss']):.4f}", f"{float(mine[-1]['loss']):.4f}",
+                f"{losses[who, number][0]:.4f}", f"{losses[who, number][-1]:.4f}",
             ])  # fmt: skip
-        losses = [[float(row["loss"]) for row in mine] for mine in placements.values()]
-        if len(losses) > 1:
-            apart = max(
-                (max(at) - min(at)) / max(abs(statistics.fmean(at)), 1e-12)
-                for at in zip(*losses, strict=False)
-            )
-            same = "equal at every step, to the last bit" if not apart else (
-                f"{apart:.1g} of the loss apart at most")  # fmt: skip
-            remarks.append(f"{model}: the losses under both placements are {same}.")
+        said = []
+        firsts = [values for (_, number), values in losses.items() if not number]
+        if len(firsts) > 1:
+            said.append(f"under both placements they are {_apart(firsts)}")
+        for (who, number), values in losses.items():
+            if number:
+                said.append(f"of two runs of {who} they are {_apart([losses[who, 0], values])}")
+        if said:
+            remarks.append(f"{model}, losses: {'; '.join(said)}.")
     heading = ["case", "placement", "steps", "seconds", "ms a step", "first loss", "last loss"]
-    return "\n\n".join([markdown(heading, lines, texts=2), " ".join(remarks)])
+    return "\n\n".join([markdown(heading, lines, texts=2), *remarks])
+
+
+def _apart(losses: Sequence[Sequence[float]]) -> str:
+    apart = [
+        (max(at) - min(at)) / max(abs(statistics.fmean(at)), 1e-12)
+        for at in zip(*losses, strict=False)
+    ]
+    if not max(apart):
+        return "equal at every step, to the last bit"
+    return f"{apart[0]:.1g} of the loss apart at the first step and {max(apart):.1g} at most"
 
 
 def where_table(rows: Sequence[Row]) -> str:

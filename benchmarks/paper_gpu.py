@@ -9,8 +9,10 @@
 Case by case, the most important first: calibrates for the model, gives each search the same real
 time, measures all answers in turns, then looks at what the devices do and trains. All that is
 measured is in journals under the output, and lines of CSV are added as they are made, so that the
-same command goes on where it was stopped, by its time box or otherwise. A search that was stopped
-gets the rest of its time.
+same command goes on where it was stopped, by its time box or otherwise; where its time ended before
+all was done, it exits with 3. A search that was stopped gets the rest of its time. The tables stay
+small however many runs there are: of each search at most CURVE_ROWS are listed, with the number of
+all in them.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import math
 import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +37,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import figures, gpu_tables, tables
-from benchmarks.common import RESULTS, Point, command, cpu_name, first_within, merge_csv, read_csv
+from benchmarks.common import (
+    MORE,
+    RESULTS,
+    Point,
+    command,
+    cpu_name,
+    first_within,
+    merge_csv,
+    read_csv,
+)
 from benchmarks.gpu_cases import (
     IN_ORDER,
     METHODS,
@@ -82,7 +93,16 @@ may be a reference."""
 
 REFERENCES = ("cpu only", "one gpu")
 
+COMPARED = (*gpu_tables.OURS, "expert")
+"""The best of ours is looked at beside the expert's placement."""
+
 CASE_KEYS = ("model", "machine", "partitions")
+
+CURVE_ROWS = 100
+"""Of the runs of one search, and of the updates of one policy, that are listed at most."""
+
+LEAST_TRAINING = 20
+"""Fewer steps say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +125,17 @@ class Settings:
     train_steps: int = 0
     """Of training under ours and the expert's placement; 0 for none."""
     seed: int = 0
+
+
+def about(case: Case, settings: Settings) -> dict[str, Any]:
+    """What each line of a file begins with."""
+    model = case.model if settings.scale == "paper" else f"{case.model} {settings.scale}"
+    return dict(zip(CASE_KEYS, (model, case.machine, case.partitions), strict=True))
+
+
+def folder_of(case: Case, settings: Settings) -> Path:
+    suffix = "" if settings.scale == "paper" else f"-{settings.scale}"
+    return settings.output / f"{case.name}{suffix}"
 
 
 class Clock:
@@ -180,6 +211,10 @@ class Bench:
     calibration: Calibration | None = None
 
     @property
+    def about(self) -> dict[str, Any]:
+        return about(self.case, self.settings)
+
+    @property
     def under(self) -> Problem:
         """The problem under calibrated costs."""
         assert self.calibration is not None
@@ -215,12 +250,13 @@ class Bench:
         for placement in singles if self.case.partitions else ():
             if placement in real.samples:
                 continue
-            if self.case.model not in known:
+            model = self.about["model"]
+            if model not in known:
                 real.measure([(placement, "single")])
-                known[self.case.model] = real.samples[placement][0].to_json()
+                known[model] = real.samples[placement][0].to_json()
                 path.write_text(json.dumps(known), encoding="utf-8")
                 continue
-            measurement = Measurement.from_json(known[self.case.model])
+            measurement = Measurement.from_json(known[model])
             # As many devices as this case has.
             peaks = measurement.peak_bytes[: self.problem.num_devices]
             peaks += (0,) * (self.problem.num_devices - len(peaks))
@@ -346,8 +382,7 @@ def _row(
     case, placement = bench.case, answer.placement
     ran = measurement is not None and measurement.ok
     row: dict[str, Any] = {
-        "model": case.model, "machine": case.machine, "partitions": case.partitions,
-        "method": answer.method,
+        **bench.about, "method": answer.method,
         "outcome": measurement.outcome.value if measurement else "nothing proposed",
         "step_seconds": "", "half_width_seconds": "", "rounds": rounds, "predicted_seconds": "",
         "peak_gb": "", "trials": "", "search_seconds": "", "trials_to_2_percent": "",
@@ -398,29 +433,50 @@ def curve_of(trials: Sequence[Trial]) -> list[Point]:
 
 
 def learning_rows(bench: Bench) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every real run of the searches, and every update of those that learn."""
+    """The real runs of the searches, and the updates of those that learn: of many, those that say
+    most (`thinned`)."""
     runs, updates = [], []
-    about = dict(zip(CASE_KEYS, dataclasses.astuple(bench.case), strict=True))
     for name in bench.settings.methods:
-        best = math.inf
+        mine: list[dict[str, Any]] = []
+        best, failed = math.inf, 0
         for number, trial in enumerate(bench.trials_of(name), start=1):
             seconds = trial.measurement.mean_seconds
-            best = min(best, seconds)
-            runs.append({
-                **about, "method": name, "trial": number, "seconds": round(trial.at_seconds, 3),
-                "step_seconds": _number(seconds), "best_seconds": _number(best),
-                "placer": trial.placer,
+            best, failed = min(best, seconds), failed + (not trial.measurement.ok)
+            mine.append({
+                **bench.about, "method": name, "trial": number,
+                "seconds": round(trial.at_seconds, 3), "step_seconds": _number(seconds),
+                "best_seconds": _number(best), "failed": failed, "placer": trial.placer,
             })  # fmt: skip
+        better = [row["step_seconds"] != "" and row["step_seconds"] == row["best_seconds"]
+                  for row in mine]  # fmt: skip
+        runs += thinned(mine, better)
+        learned: list[dict[str, Any]] = []
         for record in read_metrics(bench.folder / name.replace(" ", "-")):
-            updates.append({
-                **about, "method": name, "placer": record["placer"], "update": record["update"],
-                "trials": record["trials"], "seconds": record["seconds"],
+            learned.append({
+                **bench.about, "method": name,
+                **{what: record[what] for what in ("placer", "update", "trials", "seconds")},
                 "entropy": _number(record.get("entropy", math.nan)),
                 "failure_share": record.get("failure_share", ""),
                 "step_seconds_mean": _number(record.get("step_seconds_mean", math.nan)),
                 "step_seconds_best": _number(record.get("step_seconds_best", math.nan)),
             })  # fmt: skip
+        updates += thinned(learned, [False] * len(learned))
     return runs, updates
+
+
+def thinned(
+    rows: Sequence[dict[str, Any]], wanted: Sequence[bool], most: int = CURVE_ROWS
+) -> list[dict[str, Any]]:
+    """At most so many of the rows, in order: the first and the last, then the wanted, the latest
+    before the earlier, and of the others some at equal distances."""
+    if len(rows) <= most:
+        return list(rows)
+    last = len(rows) - 1
+    kept = {0, last}
+    kept.update([n for n in range(1, last) if wanted[n]][::-1][: most - 2])
+    # Neighbours of equal distances may be kept already; then there are some fewer.
+    kept.update(round(n) for n in np.linspace(0, last, max(0, most - len(kept))))
+    return [rows[number] for number in sorted(kept)]
 
 
 def _number(value: float) -> Any:
@@ -457,8 +513,7 @@ def analysis_rows(bench: Bench, chosen: Mapping[str, Placement]) -> list[dict[st
         for number, name in enumerate(names):
             here = placement.devices == number
             rows.append({
-                "model": bench.case.model, "machine": bench.case.machine,
-                "partitions": bench.case.partitions, "placement": who, "device": name,
+                **bench.about, "placement": who, "device": name,
                 "step_seconds": _number(untraced), "traced_step_seconds": _number(step),
                 "compute_seconds": _number(computes[number]),
                 "copy_seconds": _number(copies[number]),
@@ -504,19 +559,32 @@ def what_is_there(problem: Problem, groups: Sequence[int]) -> str:
 
 
 def training_rows(
-    bench: Bench, chosen: Mapping[str, Placement], steps: int
+    bench: Bench, chosen: Mapping[str, Placement], step_seconds: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Trains from the same first values under each placement."""
-    rows = []
-    for who, placement in chosen.items():
-        devices = placement.devices[bench.problem.grouping.group_of]
+    """Trains from the same first values under each placement, and under the last, which is the
+    expert's, once more: sums on a GPU are in no fixed order, and what that does to the loss is
+    the measure for how equal two placements are. All train for the same steps, as many as there is
+    time for."""
+    runs = [(who, 0) for who in chosen] + [(who, 1) for who in list(chosen)[-1:]]
+    each = sum(step_seconds[who] for who, _ in runs)
+    # Every step's loss is fetched, and the first step is a capture.
+    steps = int(min(bench.settings.train_steps, 0.7 * bench.clock.left / each))
+    if steps < min(LEAST_TRAINING, bench.settings.train_steps):
+        return []
+    rows, config = [], bench.runner.config
+    for who, number in runs:
+        devices = chosen[who].devices[bench.problem.grouping.group_of]
+        limit = config.time_limit_seconds + 3.0 * steps * step_seconds[who]
+        bench.runner.config = replace(config, time_limit_seconds=limit)
         run = bench.runner.measure(devices, train_steps=steps)
+        bench.runner.config = config
+        if not run.measurement.ok:
+            raise PlacewrightError(f"training under {who}: {run.measurement.reason}")
         losses = (run.returned or {}).get("loss", ())
         seconds = np.concatenate([[0.0], np.cumsum(run.measurement.step_seconds)])
         for step, (loss, at) in enumerate(zip(losses, seconds, strict=False)):
             rows.append({
-                "model": bench.case.model, "machine": bench.case.machine,
-                "partitions": bench.case.partitions, "placement": who, "step": step,
+                **bench.about, "placement": who, "run": number, "step": step,
                 "seconds": round(float(at), 5), "loss": loss,
             })  # fmt: skip
     return rows
@@ -527,7 +595,7 @@ def training_rows(
 
 def run_case(case: Case, program: Any, settings: Settings, clock: Clock) -> None:
     problem = problem_of(case, program.graph)
-    folder = settings.output / case.name
+    folder = folder_of(case, settings)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with TorchRunner(program, problem.cluster, case.run_config) as runner:
@@ -564,12 +632,13 @@ def run_case(case: Case, program: Any, settings: Settings, clock: Clock) -> None
             "analysis": lambda: analysis_rows(bench, chosen)
         }
         if settings.train_steps:
-            extra["training"] = lambda: training_rows(bench, chosen, settings.train_steps)
+            took = {row["method"]: row["step_seconds"] for row in rows if row["step_seconds"] != ""}
+            extra["training"] = lambda: training_rows(bench, chosen, took)
         for what, make in extra.items():
             made = make() if clock.left > 5.0 else []
             if made:
                 merge_csv(settings.output / f"{what}.csv", made, *CASE_KEYS)
-    if not complete:
+    if not complete or not is_complete(settings, case):
         raise OutOfTime
 
 
@@ -590,9 +659,8 @@ def _note(settings: Settings, case: Case, began: float, complete: bool) -> None:
 
     gpu = torch.cuda.is_available()
     row = {
-        "model": case.model, "machine": case.machine, "partitions": case.partitions,
-        "seconds": round(time.monotonic() - began, 1), "complete": complete,
-        "search_seconds": settings.search_seconds, "scale": settings.scale,
+        **about(case, settings), "seconds": round(time.monotonic() - began, 1),
+        "complete": complete, "search_seconds": settings.search_seconds, "scale": settings.scale,
         "gpu": torch.cuda.get_device_name(0) if gpu else "none",
         "cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__,
         "python": platform.python_version(), "placewright": VERSION, "command": command(),
@@ -627,8 +695,9 @@ def _programs(cases: Sequence[Case], scale: str) -> Iterator[Callable[[str], Any
             future.cancel()
 
 
-def run_cases(settings: Settings) -> None:
-    clock = Clock(settings.seconds)
+def run_cases(settings: Settings) -> int:
+    """0, or MORE where the time ended before all was done; 1 where a case broke."""
+    result, clock = 0, Clock(settings.seconds)
     with _programs(settings.cases, settings.scale) as program:
         _compile()
         for case in settings.cases:
@@ -636,38 +705,42 @@ def run_cases(settings: Settings) -> None:
                 print(f"== {case.name}: done before", flush=True)
                 continue
             if clock.left < 2.0 * settings.search_seconds:
-                break
+                return result or MORE
             print(f"== {case.name}, {clock.left:.0f} s left", flush=True)
             try:
                 run_case(case, program(case.model), settings, clock)
             except OutOfTime:
-                break
+                result = result or MORE
             except Exception as fault:
                 traceback.print_exc()
-                row = {"model": case.model, "machine": case.machine,
-                       "partitions": case.partitions, "fault": repr(fault)[:300]}  # fmt: skip
+                row = about(case, settings) | {"fault": repr(fault)[:300]}
                 merge_csv(settings.output / "faults.csv", [row], *CASE_KEYS)
+                result = 1
+    return result
 
 
 def is_complete(settings: Settings, case: Case) -> bool:
-    about = dict(zip(CASE_KEYS, map(str, dataclasses.astuple(case)), strict=True))
-    mine = [
-        row
-        for row in read_csv(settings.output / "paper_gpu.csv")
-        if all(row[key] == value for key, value in about.items())
-    ]
-    wanted = set(settings.methods) <= {row["method"] for row in mine}
-    trained = not settings.train_steps or any(
-        all(row[key] == value for key, value in about.items())
-        for row in read_csv(settings.output / "training.csv")
-    )
-    return bool(mine) and wanted and trained
+    """Whether all methods have an answer and what they do was looked at. There is nothing to look
+    at where no placement ran."""
+    keys = {key: str(value) for key, value in about(case, settings).items()}
+
+    def rows_in(name: str) -> list[dict[str, str]]:
+        rows = read_csv(settings.output / f"{name}.csv")
+        return [row for row in rows if all(row[key] == value for key, value in keys.items())]
+
+    mine = rows_in("paper_gpu")
+    if not mine or not set(settings.methods) <= {row["method"] for row in mine}:
+        return False
+    if not any(row["step_seconds"] for row in mine if row["method"] in COMPARED):
+        return True
+    wanted = ["analysis", *(["training"] if settings.train_steps else [])]
+    return all(rows_in(name) for name in wanted)
 
 
 def prepare_all(settings: Settings) -> None:
     """Under the costs of an earlier run of the case where there is one, otherwise as estimated."""
     for case in settings.cases:
-        known = settings.output / case.name / "problem.json.gz"
+        known = folder_of(case, settings) / "problem.json.gz"
         if known.is_file():
             problem, costs = Problem.load(known), "calibrated"
         else:
@@ -691,14 +764,16 @@ def report(settings: Settings) -> None:
         tables.main()
 
 
-def main() -> None:
+def main() -> int:
     options, settings = _options()
+    result = 0
     if options.prepare:
         prepare_all(settings)
     elif not options.report:
-        run_cases(settings)
+        result = run_cases(settings)
     if options.report or not (options.prepare or options.no_report):
         report(settings)
+    return result
 
 
 def _options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Settings]:
@@ -735,4 +810,4 @@ def _options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

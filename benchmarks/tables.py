@@ -55,6 +55,10 @@ def source(name: str) -> Source:
         from benchmarks import one_gpu
 
         return Source("one_gpu/one_gpu.csv", one_gpu.summary)
+    if name == "trial-cost":
+        from benchmarks import trial_cost
+
+        return Source("trial_cost/trial_cost.csv", trial_cost.table)
     if part == "large":
         from benchmarks import large
 

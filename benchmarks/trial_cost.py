@@ -2,19 +2,22 @@
 
 Steps of about 300, 2,500 and 10,000 ops (an LSTM language model, unrolled longer and longer), each
 under random placements on four streams and on four parts of one GPU. A trial is what
-`Runner.measure` takes: placing, capturing, a step to warm up and three that are timed.
+`Runner.measure` takes: placing, capturing, a step to warm up and three that are timed. Rows that
+the file has are not made again; where the time ended before all are there, it exits with 3.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import RESULTS, made_by, write_csv
+from benchmarks.common import MORE, RESULTS, Row, add_csv, made_by, markdown, read_csv
 from placewright.backends.models.rnnlm import Config
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.models import rnnlm
@@ -32,34 +35,37 @@ CLUSTERS = {
 }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--output", type=Path, default=RESULTS / "trial_cost")
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS)[:3])
-    parser.add_argument("--ops", nargs="*", type=int, default=list(STEPS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS)[:3], choices=list(CLUSTERS))
+    parser.add_argument("--ops", nargs="*", type=int, default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so long")
     arguments = parser.parse_args()
     began = time.monotonic()
-    rows: list[dict[str, object]] = []
+    path = arguments.output / "trial_cost.csv"
+    done = {(row["wanted"], row["cluster"]) for row in read_csv(path)}
     for ops in arguments.ops:
-        config = Config(
-            batch=32, steps=STEPS[ops], units=512, projection=256, vocabulary=4000, dropout=0.0
-        )
-        program = read_program(rnnlm.build(config))
-        for name in arguments.clusters:
+        left = [name for name in arguments.clusters if (str(ops), name) not in done]
+        program = None
+        for name in left:
             if time.monotonic() - began > arguments.seconds:
-                break
-            rows.append(
-                {
-                    "ops": program.graph.num_ops,
-                    "cluster": name,
-                    **_row(program, name, arguments.trials),
-                }
-            )
-            print(rows[-1], flush=True)
-            write_csv(arguments.output / "trial_cost.csv", rows)
+                return MORE
+            program = program or _program(ops)
+            row = {"wanted": ops, "ops": program.graph.num_ops, "cluster": name}
+            row |= _row(program, name, arguments.trials)
+            print(row, flush=True)
+            add_csv(path, row)
     print(made_by())
+    return 0
+
+
+def _program(ops: int) -> TorchProgram:
+    config = Config(
+        batch=32, steps=STEPS[ops], units=512, projection=256, vocabulary=4000, dropout=0.0
+    )
+    return read_program(rnnlm.build(config))
 
 
 def _row(program: TorchProgram, name: str, trials: int) -> dict[str, object]:
@@ -94,5 +100,21 @@ def _row(program: TorchProgram, name: str, trials: int) -> dict[str, object]:
     }
 
 
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            f"{int(row['ops']):,}", row["cluster"], row["trial_seconds"], row["trial_seconds_max"],
+            row["step_seconds"] and f"{1000 * float(row['step_seconds']):.2f}",
+            row["start_seconds"], row["ran"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(
+        ["ops", "devices", "seconds a trial", "the slowest", "ms a step",
+         "seconds to start, once", "ran"],
+        lines, texts=2,
+    )  # fmt: skip
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -114,6 +114,9 @@ class SimulatedRunner(contextlib.ExitStack):
             for device in first.values()
         }
 
+    def seconds_for_links(self, sizes: int) -> float:
+        return 0.1 * sizes * len(self.cluster.links)
+
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return {
             link.name: [link.latency_seconds + size / link.bandwidth for size in sizes]

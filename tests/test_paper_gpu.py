@@ -95,7 +95,7 @@ def test_a_case_is_searched_measured_and_explained(
 
     # Another call has nothing to do.
     runs = len(machine)
-    paper_gpu.run_cases(more)
+    assert paper_gpu.run_cases(more) == 0
     assert len(machine) == runs
     assert not (tmp_path / "out" / "faults.csv").exists()
 
@@ -103,7 +103,17 @@ def test_a_case_is_searched_measured_and_explained(
     assert {row["device"] for row in analysis} == {"cpu:0", "gpu:0/part:0", "gpu:0/part:1"}
     assert sum(float(row["compute_seconds"]) for row in analysis) > 0
     assert any(float(row["copy_seconds"]) > 0 for row in analysis)
-    assert len(read_csv(tmp_path / "out" / "training.csv")) in (5, 10)
+    training = read_csv(tmp_path / "out" / "training.csv")
+    ways = {(row["placement"], row["run"]) for row in training}
+    # The expert's twice: how far two runs of one placement are apart is what others are held to.
+    assert {("expert", "0"), ("expert", "1")} < ways
+    assert len(training) == 5 * len(ways)
+    curves = read_csv(tmp_path / "out" / "runs_of_searches.csv")
+    for method in methods:
+        mine = [row for row in curves if row["method"] == method]
+        assert len(mine) <= paper_gpu.CURVE_ROWS
+        real_runs = int(by_method[method]["trials"])
+        assert [int(row["trial"]) for row in mine[-1:]] == ([real_runs] if real_runs else [])
     for table, file in (
         (gpu_tables.main_table, "paper_gpu"), (gpu_tables.details_table, "paper_gpu"),
         (gpu_tables.rewards_table, "runs_of_searches"), (gpu_tables.analysis_table, "analysis"),
@@ -111,6 +121,42 @@ def test_a_case_is_searched_measured_and_explained(
     ):  # fmt: skip
         text = table(read_csv(tmp_path / "out" / f"{file}.csv"))
         assert "nmt, 2 GPUs of 8 SMs, fp32" in text
+
+
+def test_curves_are_thinned_to_what_says_most() -> None:
+    rows = [{"trial": number} for number in range(1, 1001)]
+    better = [number in (3, 400, 700) for number in range(1, 1001)]
+    kept = [row["trial"] for row in paper_gpu.thinned(rows, better, 20)]
+    assert kept == sorted(kept)
+    assert {1, 3, 400, 700, 1000} <= set(kept)
+    assert 15 <= len(kept) <= 20
+    # Where there are more of these than may be kept, the last of them.
+    kept = [row["trial"] for row in paper_gpu.thinned(rows, [True] * 1000, 4)]
+    assert kept == [1, 998, 999, 1000]
+    assert paper_gpu.thinned(rows[:4], better, 4) == rows[:4]
+
+
+def test_small_sizes_are_told_apart() -> None:
+    small, paper = Settings(scale="small"), Settings()
+    assert paper_gpu.about(CASE, small)["model"] == "nmt small"
+    assert paper_gpu.about(CASE, paper)["model"] == "nmt"
+    assert paper_gpu.folder_of(CASE, small) != paper_gpu.folder_of(CASE, paper)
+
+
+def test_losses_are_held_to_two_runs_of_one_placement() -> None:
+    rows = [
+        {"model": "nmt", "machine": "paper", "partitions": "2", "placement": who, "run": run,
+         "step": str(step), "seconds": str(0.5 * step), "loss": str(loss)}
+        for who, run, losses in (
+            ("auto", "0", (2.0, 1.0)), ("expert", "0", (2.0, 1.1)), ("expert", "1", (2.0, 1.0)),
+        )
+        for step, loss in enumerate(losses)
+    ]  # fmt: skip
+    text = gpu_tables.training_table(rows)
+    assert "| auto | 2 | 0.50 | 500.0 | 2.0000 | 1.0000 |" in text
+    assert "| expert, again | 2 |" in text
+    assert "under both placements they are 0 of the loss apart at the first step and 0.1 at" in text
+    assert "of two runs of expert they are 0 of the loss apart at the first step and 0.1 at" in text
 
 
 def test_a_fault_is_written_down_and_the_next_case_is_run(
@@ -124,7 +170,7 @@ def test_a_fault_is_written_down_and_the_next_case_is_run(
 
     monkeypatch.setattr(paper_gpu, "run_case", broken)
     cases = (CASE, Case(model="rnnlm", machine="paper", partitions=2))
-    paper_gpu.run_cases(Settings(output=tmp_path, cases=cases, search_seconds=1.0))
+    assert paper_gpu.run_cases(Settings(output=tmp_path, cases=cases, search_seconds=1.0)) == 1
     assert tried == list(cases)
     assert len(read_csv(tmp_path / "faults.csv")) == 2
 

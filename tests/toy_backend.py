@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,27 +50,28 @@ class ToyRunner(contextlib.ExitStack):
         op_seconds: dict[str, float] = {}
         try:
             self._step(devices, op_seconds)
-            seconds = timing.time(functools.partial(self._step, devices, {}))
+            seconds = tuple(timing.time(lambda: self._step(devices, {})))
         except Exception as error:
             return Run(measurement=Measurement(outcome=Outcome.FAILED, reason=repr(error)))
         trace = Trace(op_seconds=op_seconds, device_of=where) if traces else None
-        measurement = Measurement(outcome=Outcome.OK, step_seconds=tuple(seconds))
-        return Run(measurement=measurement, trace=trace)
+        return Run(measurement=Measurement(outcome=Outcome.OK, step_seconds=seconds), trace=trace)
 
     def _step(self, devices: Any, op_seconds: dict[str, float]) -> None:
-        done: dict[str, Any] = {}
-
         def work(name: str) -> float:
             for other in self.program.model.reads.get(name, ()):
                 done[other].result()
             return timeit.timeit(self.program.model.functions[name], number=1)
 
+        done: dict[str, Any] = {}
         for name, device in zip(self.program.graph.op_names, devices, strict=True):
             done[name] = self._threads[int(device)].submit(work, name)
         op_seconds.update((name, future.result()) for name, future in done.items())
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         return {}
+
+    def seconds_for_links(self, sizes: int) -> float:
+        return 1e-3 * len(self.cluster.links)
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         return {link.name: [1e-6 + size / 1e9 for size in sizes] for link in self.cluster.links}

@@ -85,6 +85,7 @@ def test_help_is_the_first_sentence_of_the_docstring(call: Callable[..., Any]) -
          "--max-staleness means nothing without --controllers"),
         ("evaluate='x': expected simulate", "--evaluate x: expected simulate"),
         ("limit_memory=True helps", "--limit-memory helps"),
+        ("forced=True keeps it", "--force keeps it"),
         ("op 'batch=3' is the user's", "op 'batch=3' is the user's"),
     ],
 )  # fmt: skip

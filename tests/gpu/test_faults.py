@@ -73,15 +73,16 @@ def test_killed_and_stopped_processes_are_replaced_and_leave_no_memory(
     rnnlm: TorchProgram,
 ) -> None:
     before = torch.cuda.mem_get_info()[0]
-    config = dataclasses.replace(CONFIG, time_limit_seconds=3.0)
-    with TorchRunner(rnnlm, cluster_of("cuda:0/stream:0-3"), config) as runner:
+    with TorchRunner(rnnlm, cluster_of("cuda:0/stream:0-3"), CONFIG) as runner:
         devices = [0] * rnnlm.graph.num_ops
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGKILL)
         time.sleep(0.3)
         assert runner.measure(devices).measurement.ok
         os.kill(runner.pids[0], signal.SIGSTOP)
+        runner.config = dataclasses.replace(CONFIG, time_limit_seconds=3.0)
         assert runner.measure(devices).measurement.outcome is Outcome.TIMED_OUT
+        runner.config = CONFIG
         assert runner.measure(devices).measurement.ok
     time.sleep(1.0)
     assert torch.cuda.mem_get_info()[0] > before - (1 << 28)
@@ -108,3 +109,32 @@ def test_an_assertion_on_the_gpu_is_said_and_harms_nobody_else() -> None:
     runner = TorchRunner(program, cluster, CONFIG, feeds={"1": add.numpy() + 9})
     with runner, pytest.raises(WorkerError, match="did not start"):
         runner.measure(devices)
+
+
+class Walk(torch.nn.Module):
+    """Takes the next row of a table in each step, and has six."""
+
+    at: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 8)
+        self.register_buffer("at", torch.zeros(16, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(self.at) + x
+        self.at.add_(1)
+        return found
+
+
+def test_an_assertion_in_the_midst_of_a_search_is_an_outcome() -> None:
+    program = read_program(TorchModel(Walk(), Inputs((torch.ones(16, 8),))))
+    config = dataclasses.replace(CONFIG, check=False)  # that would begin with the first row again
+    with TorchRunner(program, cluster_of("cuda:0/stream:0-1"), config) as runner:
+        devices = [0] * program.graph.num_ops
+        assert runner.measure(devices).measurement.ok  # rows 0 to 3
+        hit = runner.measure(devices).measurement
+        assert hit.outcome is Outcome.FAILED, hit
+        assert "does not answer any more" in hit.reason
+        assert runner.restarts == 1
+        assert runner.measure(devices).measurement.ok

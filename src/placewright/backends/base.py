@@ -232,7 +232,11 @@ class Runner(Protocol):
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """Name of each link between two devices -> seconds that a tensor of each of these sizes in
-        bytes takes over it. Links to switches are left out: only whole routes can be timed."""
+        bytes takes over it. Links to switches may be there too, as far as whole routes tell."""
+
+    def seconds_for_links(self, sizes: int) -> float:
+        """About how long `time_links` takes with so many sizes, and with what it takes until the
+        next run can begin; 0 where it times nothing."""
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         """Number of a device that shares its chip with others of its kind -> op name -> what the op

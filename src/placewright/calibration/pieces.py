@@ -100,7 +100,7 @@ def measure_links(runner: Runner, cluster: Cluster) -> Cluster:
     """The runner's cluster, or another description of it, with latency and bandwidth of its links
     as measured with real tensors.
 
-    Links to switches are left as they are.
+    Links that the runner cannot time are left as they are.
     """
     hops = runner.time_links(LINK_BYTES)
     links = tuple(

@@ -184,6 +184,8 @@ def devices(as_json: common.JsonOption = False) -> None:
     for backend in backends.every():
         if not facts[backend.name]:
             install = rf"pip install 'placewright\[{backend.extra}]'"
-            common.console.print(f"{backend.name} is not installed: run {install} to measure")
+            common.console.print(
+                f"{backend.name} is not installed: run {install} to measure its models"
+            )
     can = ", ".join(facts["measurable"])
     common.console.print(f"clusters that can be measured here: {can or 'none'}")

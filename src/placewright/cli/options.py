@@ -101,6 +101,7 @@ OPTIONS: dict[str, Shown] = {
     "directory": Shown("DIR", ("--output", "-o")),
     "resume": Shown("DIR"),
     "report": Shown(names=("--report/--no-report",)),
+    "forced": Shown(names=("--force",)),
 }
 """By the name of the field, or of the argument of a function that an error may be about."""
 

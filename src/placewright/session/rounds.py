@@ -44,12 +44,6 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED = 2000
 
-_START_SECONDS = 6.0
-"""What it takes to start the devices' processes, about."""
-
-_LINK_RUN_SECONDS = 0.7
-"""What timing a link with one size of tensor takes, about."""
-
 
 class Best:
     """The fastest simulated placements of a search, and who proposed them."""
@@ -164,14 +158,10 @@ class Rounds:
 
     def _time_for_links(self) -> bool:
         """Whether the budget is worth timing the links first."""
-        real, cluster = self.real, self.real.problem.cluster
-        # Only whole routes can be timed, not ways to a switch.
-        links = sum(set(link.pairs[0]) <= set(cluster.device_names) for link in cluster.links)
-        if not links or not real.run_seconds or real.stop():
+        real = self.real
+        takes = self.runner.seconds_for_links(len(LINK_BYTES)) if self.runner is not None else 0.0
+        if not takes or not real.run_seconds or real.stop():
             return False
-        # The processes for the links are others, and those of the model start again after that.
-        runs = 1 + links * (1 + len(LINK_BYTES))
-        takes = 2 * _START_SECONDS + runs * _LINK_RUN_SECONDS
         return takes <= self.config.rounds.links_share * real.runs_left * real.run_seconds
 
     def correct(self) -> None:

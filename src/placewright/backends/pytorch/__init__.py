@@ -29,8 +29,8 @@ class TorchRunConfig(RunConfig):
 
     capture: bool | None = None
     """Capture the work of the GPUs as one CUDA graph, so that what Python takes to issue it is not
-    timed; otherwise every step is issued op by op. By default captured, unless the cluster says
-    that the host issues (`issue: host`)."""
+    timed; otherwise every step is issued op by op. By default as it is simulated: captured, unless
+    the cluster says that the host issues (`issue: host`), or does not say who does."""
     tf32: bool = True
     """Let products of float32 matrices use tensor cores."""
     cudnn_benchmark: bool = False

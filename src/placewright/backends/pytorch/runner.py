@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from placewright.backends.links import routes_to_time, solved
+from placewright.backends.links import Pair, routes_to_time, solved
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.places import places_of
 from placewright.backends.pytorch.program import TorchProgram
 from placewright.errors import WorkerError
+
+_LINK_SECONDS = 0.2
+"""What timing a link with one size of tensor takes, about."""
 
 
 class TorchRunner(ProcessRunner):
@@ -40,20 +43,28 @@ class TorchRunner(ProcessRunner):
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """With chains of real tensors that go to and fro; of links to switches, such as the memory
         of the host, from what routes over them take."""
-        devices = self.cluster.device_names
-        joined = {
-            link.name: tuple(devices.index(end) for end in link.pairs[0])
-            for link in self.cluster.links
-            if set(link.pairs[0]) <= set(devices)
-        }
-        routes = routes_to_time(self.cluster)
-        if len(joined) == len(self.cluster.links):
-            routes = []
+        joined, routes = self._links_to_time()
         pairs = [*joined.values(), *(pair for pair, _ in routes)]
         answer = self._asked({"pairs": pairs, "sizes": list(sizes)}, "links", "links")
         result = dict(solved(self.cluster, routes, answer[len(joined) :], sizes))
         result.update(zip(joined, answer, strict=False))
         return result
+
+    def seconds_for_links(self, sizes: int) -> float:
+        joined, routes = self._links_to_time()
+        return (len(joined) + len(routes)) * sizes * _LINK_SECONDS
+
+    def _links_to_time(self) -> tuple[dict[str, Pair], Sequence[tuple[Pair, tuple[int, ...]]]]:
+        """Links between two devices and their ends; and where there are links to switches, routes
+        over them."""
+        devices = self.cluster.device_names
+        joined = {}
+        for link in self.cluster.links:
+            one, other = link.pairs[0]
+            if one in devices and other in devices:
+                joined[link.name] = (devices.index(one), devices.index(other))
+        routes = routes_to_time(self.cluster) if len(joined) < len(self.cluster.links) else ()
+        return joined, routes
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         """From replays of each op alone and on all devices of the chip at once."""
@@ -94,7 +105,9 @@ class TorchRunner(ProcessRunner):
             for name in ("tf32", "cudnn_benchmark", "tolerance", "seed")
         }
         capture = self.config.capture
-        settings["capture"] = self.cluster.issue != "host" if capture is None else capture
+        if capture is None:  # as it is simulated
+            capture = self.cluster.issued_by(self.program.graph.issue) != "host"
+        settings["capture"] = capture
         devices = range(self.cluster.num_devices)
         return Child(
             "placewright.backends.pytorch.client",

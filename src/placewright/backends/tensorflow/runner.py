@@ -28,6 +28,12 @@ _NO_FAILURE = "not a failure"
 """What TensorFlow's allocators write into the log when they have waited for memory in vain; and of
 attempts that may fail."""
 
+_START_SECONDS = 6.0
+"""What it takes to start the devices' processes, about."""
+
+_LINK_RUN_SECONDS = 0.7
+"""What timing a link with one size of tensor takes, about."""
+
 _MEMORY_SECONDS = 2.0
 """How long a device's process may take to say how much memory it holds."""
 
@@ -73,6 +79,14 @@ class TensorFlowRunner(ProcessRunner):
 
         self._stop()  # two sets of processes would share the cores
         return time_links(self.cluster, self.config, sizes)
+
+    def seconds_for_links(self, sizes: int) -> float:
+        devices = set(self.cluster.device_names)
+        links = sum(set(link.pairs[0]) <= devices for link in self.cluster.links)
+        if not links:
+            return 0.0
+        # The processes for the links are others, and those of the model start again after that.
+        return 2 * _START_SECONDS + (1 + links * (1 + sizes)) * _LINK_RUN_SECONDS
 
     def _make_network(self) -> PrivateNetwork | None:
         # Servers of others are out of reach from within one.
