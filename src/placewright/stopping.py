@@ -52,6 +52,19 @@ def run_compiled(function: Callable[[BoolArray], _R], stop: Callable[[], bool]) 
         worker.close()
 
 
+def patiently(
+    function: Callable[[], _R], stop: Callable[[], bool], grace_seconds: float = GRACE_SECONDS
+) -> _R:
+    """Calls it so that it can be abandoned some seconds after a stop; raises `Stopped` then."""
+    if stop is never:
+        return function()
+    worker = Worker(grace_seconds)
+    try:
+        return worker.run(function, stop)
+    finally:
+        worker.close()
+
+
 class Worker:
     """A thread that calls are made in, one after another, so that the caller need not wait for one
     that takes too long after a stop.

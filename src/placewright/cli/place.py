@@ -6,8 +6,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from placewright.errors import SearchError, WorkerError
 from placewright.problem import Problem, ProblemConfig
 from placewright.session.config import SearchConfig
 from placewright.session.directory import RUN_FILES, is_begun, new_directory, writing
+from placewright.stopping import Stopped, never, patiently
 from placewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -157,25 +159,32 @@ def place(
             raise UsageError("--feeds means nothing in the simulator")
         graph = common.load_graph(model, load)
     posed = common.load_problem(graph, described, problem)
-    with output.opened(model, setting.cluster) as directory:
-        with stop_on_interrupt() as stopped, _progress(config.limits) as display:
+    with output.opened(model, setting.cluster) as directory, stop_on_interrupt() as stopped:
+
+        def stop() -> bool:
+            return bool(stopped)
+
+        with _progress(config.limits) as display:
             session = Session(
                 posed, config, machine=machine, team=team, directory=directory,
-                observe=lambda progress: display(progress, session.status()),
-                stop=lambda: bool(stopped),
+                observe=lambda progress: display(progress, session.status()), stop=stop,
             )  # fmt: skip
             result = session.run()
-        _finish(result, directory, output)
+        _finish(result, directory, output, stop)
 
 
-def _finish(result: Result, directory: str, output: Output) -> None:
-    """Saves and prints a result, and ends with the exit code that it stands for."""
+def _finish(result: Result, directory: str, output: Output, stop: Callable[[], bool]) -> None:
+    """Saves and prints a result, and ends with the exit code that it stands for. After a stop
+    nothing more is drawn."""
     command = shlex.join(["placewright", *sys.argv[1:]])
     # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
     brief = result.interrupted and result.problem.graph.num_ops > _MOST_DRAWN
     nothing = result.interrupted and not result.trials
+    traced = False
     if not (nothing and brief and not is_begun(directory)):
-        result.save(directory, command=command, trace=not brief)
+        # One that was stopped before waits for what is drawn soon.
+        until = never if result.interrupted else stop
+        traced = result.save(directory, command=command, trace=not brief, stop=until)
     if nothing and not output.json:
         go_on = f"; {_how_to_go_on(directory)}" if is_begun(directory) else ""
         common.console.print(f"stopped before anything was tried{go_on}")
@@ -184,21 +193,24 @@ def _finish(result: Result, directory: str, output: Output) -> None:
         common.print_json(result.summary(command))
     else:
         _print_table(result.problem, result.table, _single_seconds(result))
-        _print_answer(result, directory, traced=not brief)
-    if brief:
-        common.console.print(
-            f"stopped: no trace and no report; placewright report {common.escaped(directory)} "
-            "makes the report"
-        )
-    elif output.report:
+        _print_answer(result, directory, traced=traced)
+    page = None
+    if output.report and not brief and (result.interrupted or not stop()):
         # After the answer, which nobody should have to wait for.
-        page = write_beside(directory, result)
-        if not output.json:
-            common.console.print(page)
+        until = never if result.interrupted else stop
+        with suppress(Stopped):
+            page = patiently(partial(write_beside, directory, result), until, grace_seconds=0.5)
+    if page is not None and not output.json:
+        common.console.print(page)
+    if page is None and (output.report or brief) and not output.json:
+        without = "no report" if traced else "no trace and no report"
+        common.console.print(
+            f"stopped: {without}; placewright report {common.escaped(directory)} makes the report"
+        )
     if result.fault:
         # What was found is saved; the error is still one.
         raise WorkerError(f"the search ended early: {result.fault}")
-    if result.interrupted:
+    if result.interrupted or stop():
         raise typer.Exit(130)
     if result.best is None:
         raise typer.Exit(1)

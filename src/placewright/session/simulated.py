@@ -41,7 +41,7 @@ from placewright.simulator import (
     shortlisted,
 )
 from placewright.simulator.makeup import parts_of_used
-from placewright.stopping import GRACE_SECONDS, Stopped, Worker, never
+from placewright.stopping import GRACE_SECONDS, Stopped, never, patiently
 
 _R = TypeVar("_R")
 
@@ -166,14 +166,7 @@ class SimulatedSearch:
         return tuple(found)
 
     def _patiently(self, function: Callable[[], _R], grace_seconds: float = GRACE_SECONDS) -> _R:
-        """Calls it so that it can be abandoned some seconds after a stop; raises `Stopped` then."""
-        if self.stop is never:
-            return function()
-        worker = Worker(grace_seconds)
-        try:
-            return worker.run(function, self.stop)
-        finally:
-            worker.close()
+        return patiently(function, self.stop, grace_seconds)
 
     # --- what came of it ---
 
