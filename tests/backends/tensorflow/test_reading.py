@@ -270,6 +270,8 @@ def test_flops_of_a_transposed_batch_of_matrices() -> None:
         ("Relu", [(4, 5)], [(4, 5)], 20),
         ("Tanh", [(4, 5)], [(4, 5)], 80),
         ("Sum", [(4, 5), (1,)], [(4,)], 20),
+        ("SquaredDifference", [(4, 5), (4, 5)], [(4, 5)], 40),
+        ("SquaredDifference", [(4, 5), (5,)], [(4, 5)], 80),
         ("FusedBatchNormV3", [(2, 4, 4, 3), (3,)], [(2, 4, 4, 3), (3,)], 8 * 96),
         ("FusedBatchNormGradV3", [(2, 4, 4, 3), (3,)], [(2, 4, 4, 3), (3,)], 12 * 96),
         ("SparseSoftmaxCrossEntropyWithLogits", [(4, 5), (4,)], [(4,), (4, 5)], 2080),
