@@ -232,8 +232,8 @@ def verdict(steps: Sequence[Row], types: Sequence[Row]) -> str:
         of_those = f"The {len(held_out)} held out are off by a factor of {furthest:.2f} at most. "
     return (
         f"Wanted: every step within a factor of {STEP_FACTOR:g}; off are: "
-        f"{', '.join(far) or 'none'}. {of_those}Every type of op that takes more than {LEAST_SHARE:.0%} of a "
-        f"step within a factor of {MOST_FACTOR:g}; off are: {', '.join(wrong) or 'none'}."
+        f"{', '.join(far) or 'none'}. {of_those}Every type of op that takes more than "
+        f"{LEAST_SHARE:.0%} of a step within a factor of {MOST_FACTOR:g}; off are: {', '.join(wrong) or 'none'}."
     )
 
 

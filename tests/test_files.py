@@ -28,7 +28,7 @@ MANY = list(range(2_500))
         [MANY, {"deep": [MANY, 1.5, "ü"]}, ()],
         {"first": 1, **{f"op {n}": [n, "gpu:0"] for n in MANY}},
         {"large": {str(n): MANY if n == 1_700 else n for n in MANY}},
-        {"not text": {n: MANY for n in range(2)}},
+        {"not text": dict.fromkeys(range(2), MANY)},
     ],
 )
 def test_a_document_in_pieces_is_the_same_text(document: Any, tmp_path: Path) -> None:

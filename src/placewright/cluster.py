@@ -74,8 +74,8 @@ class DeviceKind:
     """What each kernel takes of the device besides its work, whoever issues it: starting up,
     running out, and what lies between two."""
     conv_start_seconds: float = 0.0
-    """What a convolution takes besides, however small it is: a CPU's library looks up how to compute
-    it, and puts images and filters into an order of its own."""
+    """What a convolution takes besides, however small it is: a CPU's library looks up how to
+    compute it, and puts images and filters into an order of its own."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
     sms: int = 0

@@ -179,11 +179,11 @@ class Result:
     def simple_answer(self) -> str:
         """What does as well as the answer whose speed-up is only overhead that several devices
         share: one device and less overhead. Empty for any other."""
-        makeup, single = self.makeup, self.best_single
-        if makeup is None or single is None or not makeup.is_only_overhead:
+        makeup = self.makeup
+        if makeup is None or makeup.simple is None or not makeup.is_only_overhead:
             return ""
-        device = self.problem.cluster.device_names[single.placement.main_device]
-        seconds = format_seconds(self.seconds_of(single))
+        device = self.problem.cluster.device_names[makeup.simple.main_device]
+        seconds = format_seconds(makeup.simple_seconds or 0.0)
         return (
             f"everything on {device} ({seconds}) with less overhead, by a captured graph or a "
             "larger batch, does as well"

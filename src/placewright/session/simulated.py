@@ -19,7 +19,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Trial, better
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.placers.base import Placer
 from placewright.placers.heft import heft
 from placewright.placers.single_device import single_device
@@ -284,10 +284,14 @@ class SimulatedSearch:
         singles = [m.best for m in methods if m.method == "single" and m.best is not None]
         singles += [trial for trial in self.references if trial.placer == "single"]
         single = next((trial for trial in singles if trial.measurement.ok), None)
-        reference = None if single is None else single.placement
-        if reference is not None and placed is not self.problem:
-            reference = Placement.of(placed, self.problem.lifted(reference.devices))
-        made = makeup(placed, best.placement, reference, seed=self.config.seed)
+        compared: list[Placement] = []
+        if single is not None:
+            chosen = [single.placement, *_of_other_kinds(self.problem, single.placement)]
+            compared = [self._as_placed(placed, placement) for placement in chosen]
+        made = makeup(
+            placed, best.placement, compared[0] if compared else None, compared[1:],
+            seed=self.config.seed,
+        )  # fmt: skip
         parts: dict[Placement, Parts] = {}
         if ops * len(methods) <= _MOST_EXPLAINED:
             simulators: dict[str, Simulator] = {}
@@ -298,6 +302,12 @@ class SimulatedSearch:
                 simulator = simulators.setdefault(trial.placement.space, Simulator(posed))
                 parts[trial.placement] = parts_of_used(simulator.timeline(trial.placement))
         return made, parts
+
+    def _as_placed(self, placed: Problem, placement: Placement) -> Placement:
+        """A placement by groups as one of what is placed, which may be single ops."""
+        if placed is self.problem:
+            return placement
+        return Placement.of(placed, self.problem.lifted(placement.devices))
 
     def _posed_for(self, trial: Trial) -> Problem:
         own = trial.placement.space == self.problem.space.fingerprint
@@ -311,6 +321,14 @@ def _rank(trial: Trial, ranges: Mapping[Placement, StepRange]) -> tuple[bool, fl
     if found is None:
         return False, seconds, seconds
     return found.overflows > 0, found.mean_seconds, seconds
+
+
+def _of_other_kinds(problem: Problem, single: Placement) -> list[Placement]:
+    """Everything on one device, for each kind of device but that of the placement given."""
+    devices = problem.cluster.devices
+    first = {device.kind.name: number for number, device in reversed([*enumerate(devices)])}
+    del first[devices[single.main_device].kind.name]
+    return [everything_on(problem, number) for number in first.values()]
 
 
 def check_simulated(problem: Problem, journal: Journal) -> None:

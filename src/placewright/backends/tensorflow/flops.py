@@ -188,9 +188,7 @@ def _softmax_loss(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shap
     return 24 * math.prod(inputs[0]) + 400 * math.prod(inputs[0][:-1])
 
 
-def _squared_difference(
-    node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]
-) -> float:
+def _squared_difference(node: NodeDef, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
     """A mean that is repeated for each row of a batch is looked up anew for every few elements,
     which takes as long as the rest."""
     return (2.0 if inputs[0] == inputs[1] else 4.0) * math.prod(outputs[0])
