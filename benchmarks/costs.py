@@ -233,7 +233,8 @@ def verdict(steps: Sequence[Row], types: Sequence[Row]) -> str:
     return (
         f"Wanted: every step within a factor of {STEP_FACTOR:g}; off are: "
         f"{', '.join(far) or 'none'}. {of_those}Every type of op that takes more than "
-        f"{LEAST_SHARE:.0%} of a step within a factor of {MOST_FACTOR:g}; off are: {', '.join(wrong) or 'none'}."
+        f"{LEAST_SHARE:.0%} of a step within a factor of {MOST_FACTOR:g}; off are: "
+        f"{', '.join(wrong) or 'none'}."
     )
 
 
