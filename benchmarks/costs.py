@@ -250,7 +250,8 @@ def write(steps: Sequence[Row], types: Sequence[Row]) -> None:
 
 The shares of the peak that a CPU core reaches in each class of ops were fitted to these very
 models, but for those held out. So the others describe what the cost model can express, and those
-held out how wrong it is for a model that it has not seen.
+held out how wrong it is for a model that it has not seen. What XLA compiles as a whole
+(`PartitionedCall`) is not in the model at all: it costs what moving its tensors does.
 
 Training steps of Keras models (`benchmarks/cost_models.py`) on one core, predicted without any
 calibration from what `placewright` finds out about this machine by looking. Measured is the lower

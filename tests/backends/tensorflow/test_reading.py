@@ -547,7 +547,7 @@ def test_large_inputs_are_not_allocated() -> None:
     assert graph.tensor_bytes.max() == 2**42
 
 
-def test_function_that_cannot_be_inlined_stays_one_op() -> None:
+def test_function_that_cannot_be_inlined_stays_one_op(caplog: pytest.LogCaptureFixture) -> None:
     @traced(jit_compile=True)
     def compiled(x: Any) -> Any:
         return tf.exp(x)
@@ -558,6 +558,7 @@ def test_function_that_cannot_be_inlined_stays_one_op() -> None:
 
     (call,) = [op for op in load(outer).ops() if "Call" in op.type]
     assert call.flops is None
+    assert "1 ops run functions that are compiled as a whole, such as" in caplog.text
 
 
 def test_cond_is_lowered() -> None:
