@@ -31,7 +31,7 @@ from placewright.errors import SearchError, WorkerError
 from placewright.problem import Problem, ProblemConfig
 from placewright.session.config import SearchConfig
 from placewright.session.directory import RUN_FILES, is_begun, new_directory, writing
-from placewright.stopping import Stopped, never, patiently
+from placewright.stopping import Stopped, patiently
 from placewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from placewright.measurement import Trial
     from placewright.session.result import Result
     from placewright.session.search import Progress as SearchProgress
-
-_MOST_DRAWN = 10_000
-"""Ops of which a trace and a report are made within a second or two."""
 
 LearnerOption = Annotated[
     list[str] | None,
@@ -174,17 +171,13 @@ def place(
 
 
 def _finish(result: Result, directory: str, output: Output, stop: Callable[[], bool]) -> None:
-    """Saves and prints a result, and ends with the exit code that it stands for. After a stop
-    nothing more is drawn."""
+    """Saves and prints a result, and ends with the exit code that it stands for. Whoever stopped it
+    waits: what takes long to draw then can be made afterwards."""
     command = shlex.join(["placewright", *sys.argv[1:]])
-    # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
-    brief = result.interrupted and result.problem.graph.num_ops > _MOST_DRAWN
     nothing = result.interrupted and not result.trials
     traced = False
-    if not (nothing and brief and not is_begun(directory)):
-        # One that was stopped before waits for what is drawn soon.
-        until = never if result.interrupted else stop
-        traced = result.save(directory, command=command, trace=not brief, stop=until)
+    if not nothing or is_begun(directory):
+        traced = result.save(directory, command=command, stop=stop)
     if nothing and not output.json:
         go_on = f"; {_how_to_go_on(directory)}" if is_begun(directory) else ""
         common.console.print(f"stopped before anything was tried{go_on}")
@@ -195,18 +188,20 @@ def _finish(result: Result, directory: str, output: Output, stop: Callable[[], b
         _print_table(result.problem, result.table, _single_seconds(result))
         _print_answer(result, directory, traced=traced)
     page = None
-    if output.report and not brief and (result.interrupted or not stop()):
+    if output.report and (traced or result.best is None):
         # After the answer, which nobody should have to wait for.
-        until = never if result.interrupted else stop
         with suppress(Stopped):
-            page = patiently(partial(write_beside, directory, result), until, grace_seconds=0.5)
-    if page is not None and not output.json:
-        common.console.print(page)
-    if page is None and (output.report or brief) and not output.json:
-        without = "no report" if traced else "no trace and no report"
-        common.console.print(
-            f"stopped: {without}; placewright report {common.escaped(directory)} makes the report"
-        )
+            page = patiently(partial(write_beside, directory, result), stop, grace_seconds=1.0)
+    if not output.json:
+        say = common.console.print
+        if page is not None:
+            say(page)
+        elif output.report:
+            missing = "no report" if traced else "no trace and no report"
+            report = f"placewright report {common.escaped(directory)}"
+            say(f"stopped: {missing}; {report} makes the report")
+        elif not traced and result.best is not None:
+            say("stopped: no trace")
     if result.fault:
         # What was found is saved; the error is still one.
         raise WorkerError(f"the search ended early: {result.fault}")
