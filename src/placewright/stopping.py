@@ -21,7 +21,7 @@ import numpy as np
 
 from placewright.graph import BoolArray
 
-GRACE_SECONDS = 1.5
+GRACE_SECONDS = 1.0
 """How long work may go on after the stop before it is abandoned; Ctrl-C ends in 5 s."""
 
 _POLL_SECONDS = 0.05

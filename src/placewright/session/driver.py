@@ -42,7 +42,7 @@ from placewright.session.rounds import Rounds
 from placewright.session.search import Progress, search
 from placewright.session.simulated import SimulatedSearch
 from placewright.simulator import lower_bounds
-from placewright.stopping import never
+from placewright.stopping import Stopped, never
 
 logger = logging.getLogger(__name__)
 
@@ -166,12 +166,14 @@ class Session:
             return self._team.evaluator
         if self.evaluate == SIMULATE:
             return SimulatedEvaluator(problem)
-        runner = self.runner
-        if runner is None:
-            assert self.machine is not None
-            runner = opened.enter_context(_open(problem, self.machine))
-            runner.start()
-        return MeasuredEvaluator(problem, runner)
+        if self.runner is not None:
+            return MeasuredEvaluator(problem, self.runner)
+        assert self.machine is not None
+        runner = opened.enter_context(_open(problem, self.machine))
+        evaluator = MeasuredEvaluator(problem, runner)
+        with contextlib.suppress(Stopped):  # then nothing is measured
+            evaluator.patiently(runner.start, self.stop)
+        return evaluator
 
     def _placers(
         self,

@@ -51,7 +51,7 @@ _CHECKED_OTHERS = 12
 journal of another simulator, in far less time than it took to try them all."""
 _MOST_EXPLAINED = 50_000
 """Ops of whose steps can be said within a second or two what they are made of."""
-_GRACE_AT_THE_END_SECONDS = 0.7
+_GRACE_AT_THE_END_SECONDS = 0.5
 """How long whoever stopped the search waits for each of the figures beside the answer."""
 
 
