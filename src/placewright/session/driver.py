@@ -258,7 +258,7 @@ class Session:
         if rounds is not None:
             problem, previous = self._searched_first(rounds)
         limits = real.before_the_final()
-        if limits is None:
+        if limits is None or real.stop():  # making the placers alone takes seconds
             return
         placers = self._placers(
             real.evaluator, limits, problem=problem, noise=real.noise, previous=previous

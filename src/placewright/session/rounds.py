@@ -236,6 +236,8 @@ class Rounds:
         methods were asked for: those that learn go on in later rounds, so that this one is not all
         they have."""
         real, rounds = self.real, self.config.rounds
+        if real.stop():
+            return []
         assert self.calibration is not None
         under = self.calibration.problem(real.problem)
         budget = Budget(seconds=seconds)
