@@ -84,10 +84,6 @@ def source(name: str) -> Source:
         if rest == "gpu":
             return Source("fidelity_gpu/summary.csv", fidelity_gpu.table, "fidelity.svg", _SCATTER)
         return Source("fidelity/fidelity.csv", fidelity.table, "fidelity.svg", _SCATTER)
-    if part == "large":
-        from benchmarks import large
-
-        return Source("large/large.csv", large.large_table)
     if part == "claims":
         from benchmarks import claims
 
@@ -96,12 +92,6 @@ def source(name: str) -> Source:
         from benchmarks import overhead
 
         return Source("overhead/h200.csv", overhead.overhead_table)
-    if part == "costs":
-        from benchmarks import costs
-
-        if rest == "steps":
-            return Source("costs/steps.csv", costs.step_table)
-        return Source("costs/types.csv", costs.type_table)
     raise KeyError(name)
 
 

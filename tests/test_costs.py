@@ -79,6 +79,16 @@ def test_the_roofline_by_hand() -> None:
     assert seconds["text"] == math.inf
 
 
+def test_a_convolution_takes_a_start_of_its_own_however_small_it_is() -> None:
+    graph = model()
+    kind = dataclasses.replace(GPU, conv_start_seconds=2e-5)
+    devices = (dataclasses.replace(CLUSTER.devices[0], kind=kind), CLUSTER.devices[1])
+    slow = estimate_costs(graph, dataclasses.replace(CLUSTER, devices=devices)).op_seconds[0]
+    fast = estimate_costs(graph, CLUSTER).op_seconds[0].copy()
+    fast[graph.op_index["conv"]] += 2e-5
+    assert slow == pytest.approx(fast)
+
+
 def overhead(graph: Graph, **changes: object) -> dict[str, list[float]]:
     """Op -> seconds of issuing it on the GPU and on the CPU."""
     costs = estimate_costs(graph, dataclasses.replace(CLUSTER, **changes))  # type: ignore[arg-type]

@@ -590,3 +590,21 @@ def test_links_that_cannot_be_timed_are_as_the_cluster_says(
     with caplog.at_level(logging.WARNING):
         assert rounds._with_timed_links() == problem.cluster
     assert "no route" in caplog.text
+
+
+def test_a_stop_does_not_wait_for_processes_that_start(problem: Problem) -> None:
+    devices = Devices(problem)
+    begun, released = threading.Event(), threading.Event()
+
+    def start() -> None:
+        begun.set()
+        released.wait()
+
+    devices.start = start  # type: ignore[method-assign]
+    rounds = _rounds(problem, devices, Budget(seconds=600))
+    rounds.real.interrupted = begun.is_set
+    found = rounds._with_timed_links()
+    assert devices.events == ["timed"]
+    assert _bandwidth(found) == pytest.approx(1e12)
+    rounds._start()  # nothing is started after a stop
+    released.set()

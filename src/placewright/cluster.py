@@ -73,6 +73,9 @@ class DeviceKind:
     gap_seconds: float = 0.0
     """What each kernel takes of the device besides its work, whoever issues it: starting up,
     running out, and what lies between two."""
+    conv_start_seconds: float = 0.0
+    """What a convolution takes besides, however small it is: a CPU's library looks up how to
+    compute it, and puts images and filters into an order of its own."""
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak that each class of op reaches, see `share`."""
     sms: int = 0
@@ -89,8 +92,8 @@ class DeviceKind:
         for key in ("peak_flops", "memory_bandwidth"):
             _positive(getattr(self, key), f"{key} of {what}")
         for key in (
-            "dispatch_seconds", "launch_seconds", "gap_seconds", "cache_bytes", "cache_bandwidth",
-            "sms", "chip_bandwidth",
+            "dispatch_seconds", "launch_seconds", "gap_seconds", "conv_start_seconds",
+            "cache_bytes", "cache_bandwidth", "sms", "chip_bandwidth",
         ):  # fmt: skip
             _not_negative(getattr(self, key), f"{key} of {what}")
         if self.memory_bytes <= 0:
@@ -582,6 +585,7 @@ def _kind_document(kind: DeviceKind) -> dict[str, Any]:
         "dispatch": kind.dispatch_seconds,
         "launch": kind.launch_seconds,
         **({"gap": kind.gap_seconds} if kind.gap_seconds else {}),
+        **({"conv_start": kind.conv_start_seconds} if kind.conv_start_seconds else {}),
         "efficiency": dict(kind.efficiency),
         **(
             {"cache": kind.cache_bytes, "cache_bandwidth": kind.cache_bandwidth}
@@ -704,7 +708,8 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
         what = f"device kind {name!r}"
         allowed = {
             "type", "peak_flops", "memory_bandwidth", "memory", "slots", "dispatch", "launch",
-            "gap", "efficiency", "cache", "cache_bandwidth", "sms", "chip_bandwidth", "pinned",
+            "gap", "conv_start", "efficiency", "cache", "cache_bandwidth", "sms", "chip_bandwidth",
+            "pinned",
         }  # fmt: skip
         data = _fields(entry, what, allowed)
         efficiency = data.get("efficiency", {})
@@ -736,6 +741,9 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
             dispatch_seconds=_quantity(data.get("dispatch", 1e-6), _SECONDS, f"dispatch of {what}"),
             launch_seconds=_quantity(data.get("launch", 0.0), _SECONDS, f"launch of {what}"),
             gap_seconds=_quantity(data.get("gap", 0.0), _SECONDS, f"gap of {what}"),
+            conv_start_seconds=_quantity(
+                data.get("conv_start", 0.0), _SECONDS, f"conv_start of {what}"
+            ),
             efficiency={
                 str(key): _quantity(value, {}, f"efficiency {key} of {what}")
                 for key, value in efficiency.items()

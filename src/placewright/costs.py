@@ -328,6 +328,7 @@ def _roofline(kind: DeviceKind, graph: Graph) -> FloatArray:
             cached[members], kind.cache_bandwidth, kind.memory_bandwidth * memory_share
         )
         seconds[members] = np.maximum(compute, moved[members] / bandwidth)
+    seconds[work == Work.CONV] += kind.conv_start_seconds
     return seconds
 
 

@@ -66,6 +66,7 @@ def local_document(cores: int | None = None) -> dict[str, Any]:
             # These, and the shares, are what benchmarks/costs.py finds for TensorFlow's kernels.
             "dispatch": 0.5e-6,
             "launch": 0.7e-6,
+            "conv_start": 20e-6,
             "efficiency": {
                 "conv": 0.6,
                 "matmul": 0.95,

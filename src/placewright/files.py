@@ -11,11 +11,13 @@ import errno
 import fcntl
 import gzip
 import hashlib
+import itertools
 import json
 import logging
 import os
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -181,7 +183,44 @@ class DirectoryLock:
 
 
 def write_json(path: str | Path, document: Any, error: type[PlacewrightError]) -> None:
-    write_text(path, json.dumps(document, allow_nan=False) + "\n", error)
+    write_text(path, "".join([*_encoded(document), "\n"]), error)
+
+
+_AT_ONCE = 1_000
+
+
+def _encoded(value: Any) -> Iterator[str]:
+    """What `json.dumps` makes of it, in pieces. One call for a large graph takes seconds, in which
+    no other thread of Python runs, and so no handler of Ctrl-C."""
+    if not _is_large(value) or (
+        isinstance(value, dict) and not all(isinstance(key, str) for key in value)
+    ):
+        yield json.dumps(value, allow_nan=False)
+        return
+    before, after = "{}" if isinstance(value, dict) else "[]"
+    entries = iter(value.items() if isinstance(value, dict) else value)
+    while piece := list(itertools.islice(entries, _AT_ONCE)):
+        items = [item for _, item in piece] if isinstance(value, dict) else piece
+        if not any(_is_large(item) for item in items):
+            whole = dict(piece) if isinstance(value, dict) else piece
+            yield before + json.dumps(whole, allow_nan=False)[1:-1]
+            before = ", "
+            continue
+        for entry, item in zip(piece, items, strict=True):
+            yield f"{before}{json.dumps(entry[0])}: " if isinstance(value, dict) else before
+            yield from _encoded(item)
+            before = ", "
+    yield after
+
+
+def _is_large(value: Any) -> bool:
+    """Whether it is long, or holds what is."""
+    if not isinstance(value, list | tuple | dict):
+        return False
+    if len(value) > _AT_ONCE:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(item, list | tuple | dict) and _is_large(item) for item in items)
 
 
 def _compressed(path: str | Path) -> bool:

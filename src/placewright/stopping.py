@@ -21,7 +21,7 @@ import numpy as np
 
 from placewright.graph import BoolArray
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 1.0
 """How long work may go on after the stop before it is abandoned; Ctrl-C ends in 5 s."""
 
 _POLL_SECONDS = 0.05
@@ -48,6 +48,19 @@ def run_compiled(function: Callable[[BoolArray], _R], stop: Callable[[], bool]) 
     worker = Worker()
     try:
         return worker.run(lambda: function(flag), stop, on_stop=lambda: flag.fill(True))
+    finally:
+        worker.close()
+
+
+def patiently(
+    function: Callable[[], _R], stop: Callable[[], bool], grace_seconds: float = GRACE_SECONDS
+) -> _R:
+    """Calls it so that it can be abandoned some seconds after a stop; raises `Stopped` then."""
+    if stop is never:
+        return function()
+    worker = Worker(grace_seconds)
+    try:
+        return worker.run(function, stop)
     finally:
         worker.close()
 

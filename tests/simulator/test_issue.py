@@ -200,6 +200,31 @@ def test_gaps_between_kernels_are_overhead_too() -> None:
     assert made.rests_on_overhead
 
 
+def test_what_is_left_without_overhead_is_over_what_is_fastest_then() -> None:
+    """On `slow` alone the ops take 2 s each, on `fast` 0.5 s, and 4 s to issue there."""
+    devices = uniform_cluster(3).devices
+    kinds = [replace(devices[0].kind, name=name, type=name) for name in ("slow", "fast", "fast")]
+    cluster = replace(
+        uniform_cluster(3),
+        devices=tuple(replace(d, kind=kind) for d, kind in zip(devices, kinds, strict=True)),
+    )
+    ops = [Op(name=f"op{n}", type="Op", seconds={"slow": 2.0, "fast": 0.5}) for n in range(4)]
+    problem = make_problem(ops, [], cluster)
+    overhead = frozen(np.array([[0.0] * 4, [4.0] * 4]))
+    problem = replace(problem, costs=replace(problem.costs, overhead_seconds=overhead))
+    slow, fast = (Placement.of(problem, [device] * 4) for device in (0, 1))
+    split = Placement.of(problem, [0, 0, 0, 1])
+    made = makeup(problem, split, slow)
+    assert made.speed_up == pytest.approx(8 / 6)
+    assert made.simple == slow  # which is all there is to compare with
+    assert not made.rests_on_overhead
+    made = makeup(problem, split, slow, [fast])
+    assert made.speed_up_without_overhead == pytest.approx(2 / 6)
+    assert made.rests_on_overhead
+    assert made.simple == fast
+    assert made.simple_seconds == pytest.approx(16.5)
+
+
 def test_without_a_reference_only_the_parts_are_told() -> None:
     problem = issued({"a": 3.0}, [], "none", overhead={"a": 1.0})
     made = makeup(problem, Placement.of(problem, [0]))

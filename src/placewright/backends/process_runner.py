@@ -334,6 +334,8 @@ class ProcessRunner(ABC):
 
     def _wait(self, child: Child, deadline: float, what: str) -> None:
         while (answer := child.receive(0.1)) is None:
+            if self._closed:  # by another thread, after a stop
+                raise _NotStarted(f"{what} did not start: the runner was closed", False)
             how = child.ended()
             words = child.last_words()
             if how:

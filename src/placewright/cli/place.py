@@ -6,8 +6,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from placewright.errors import SearchError, WorkerError
 from placewright.problem import Problem, ProblemConfig
 from placewright.session.config import SearchConfig
 from placewright.session.directory import RUN_FILES, is_begun, new_directory, writing
+from placewright.stopping import Stopped, patiently
 from placewright.units import format_seconds
 
 if TYPE_CHECKING:
@@ -37,9 +39,6 @@ if TYPE_CHECKING:
     from placewright.measurement import Trial
     from placewright.session.result import Result
     from placewright.session.search import Progress as SearchProgress
-
-_MOST_DRAWN = 10_000
-"""Ops of which a trace and a report are made within a second or two."""
 
 LearnerOption = Annotated[
     list[str] | None,
@@ -157,25 +156,28 @@ def place(
             raise UsageError("--feeds means nothing in the simulator")
         graph = common.load_graph(model, load)
     posed = common.load_problem(graph, described, problem)
-    with output.opened(model, setting.cluster) as directory:
-        with stop_on_interrupt() as stopped, _progress(config.limits) as display:
+    with output.opened(model, setting.cluster) as directory, stop_on_interrupt() as stopped:
+
+        def stop() -> bool:
+            return bool(stopped)
+
+        with _progress(config.limits) as display:
             session = Session(
                 posed, config, machine=machine, team=team, directory=directory,
-                observe=lambda progress: display(progress, session.status()),
-                stop=lambda: bool(stopped),
+                observe=lambda progress: display(progress, session.status()), stop=stop,
             )  # fmt: skip
             result = session.run()
-        _finish(result, directory, output)
+        _finish(result, directory, output, stop)
 
 
-def _finish(result: Result, directory: str, output: Output) -> None:
-    """Saves and prints a result, and ends with the exit code that it stands for."""
+def _finish(result: Result, directory: str, output: Output, stop: Callable[[], bool]) -> None:
+    """Saves and prints a result, and ends with the exit code that it stands for. Whoever stopped it
+    waits: what takes long to draw then can be made afterwards."""
     command = shlex.join(["placewright", *sys.argv[1:]])
-    # Whoever stopped it waits: what takes seconds to draw can be made afterwards.
-    brief = result.interrupted and result.problem.graph.num_ops > _MOST_DRAWN
     nothing = result.interrupted and not result.trials
-    if not (nothing and brief and not is_begun(directory)):
-        result.save(directory, command=command, trace=not brief)
+    traced = False
+    if not nothing or is_begun(directory):
+        traced = result.save(directory, command=command, stop=stop)
     if nothing and not output.json:
         go_on = f"; {_how_to_go_on(directory)}" if is_begun(directory) else ""
         common.console.print(f"stopped before anything was tried{go_on}")
@@ -184,21 +186,26 @@ def _finish(result: Result, directory: str, output: Output) -> None:
         common.print_json(result.summary(command))
     else:
         _print_table(result.problem, result.table, _single_seconds(result))
-        _print_answer(result, directory, traced=not brief)
-    if brief:
-        common.console.print(
-            f"stopped: no trace and no report; placewright report {common.escaped(directory)} "
-            "makes the report"
-        )
-    elif output.report:
+        _print_answer(result, directory, traced=traced)
+    page = None
+    if output.report and (traced or result.best is None):
         # After the answer, which nobody should have to wait for.
-        page = write_beside(directory, result)
-        if not output.json:
-            common.console.print(page)
+        with suppress(Stopped):
+            page = patiently(partial(write_beside, directory, result), stop, grace_seconds=1.0)
+    if not output.json:
+        say = common.console.print
+        if page is not None:
+            say(page)
+        elif output.report:
+            missing = "no report" if traced else "no trace and no report"
+            report = f"placewright report {common.escaped(directory)}"
+            say(f"stopped: {missing}; {report} makes the report")
+        elif not traced and result.best is not None:
+            say("stopped: no trace")
     if result.fault:
         # What was found is saved; the error is still one.
         raise WorkerError(f"the search ended early: {result.fault}")
-    if result.interrupted:
+    if result.interrupted or stop():
         raise typer.Exit(130)
     if result.best is None:
         raise typer.Exit(1)

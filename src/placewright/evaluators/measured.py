@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from placewright.measurement import Measurement, Outcome
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.simulator.engine import why_not
+from placewright.stopping import Stopped
+
+_R = TypeVar("_R")
 
 
 class MeasuredEvaluator(Evaluator):
@@ -71,6 +75,15 @@ class MeasuredEvaluator(Evaluator):
             return []
         self._trying = None
         return [(request.placement, running.result())]
+
+    def patiently(self, function: Callable[[], _R], stop: Callable[[], bool]) -> _R:
+        """Calls in the thread of the runs what takes long with the runner, such as starting it;
+        raises `Stopped` after a stop, while it goes on as in `drop`."""
+        running = self._thread.submit(function)
+        while not wait([running], timeout=0.1).done:
+            if stop():
+                raise Stopped
+        return running.result()
 
     def drop(self) -> None:
         """What runs goes on, for nobody, until it ends or its runner is closed."""

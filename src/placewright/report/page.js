@@ -460,18 +460,18 @@ const loads = () => {
     : RUNS[0].load ? [["this placement", RUNS[0].load, 0], ...(RUNS[0].expertLoad ? [["expert", RUNS[0].expertLoad, 1]] : [])] : [];
   if (!sets.length) return;
   linked("load", "Load");
-  const {node} = section("load", "Load of the devices", TWO ? "What each device does in a step." : "What each device does in a step, this placement against the expert's. Copies overlap with computing.");
+  const {node} = section("load", "Load of the devices", "What each device does in a step" + (TWO ? "" : ", this placement against the expert's") + ": computing, overhead (issuing ops, gaps between kernels), waiting for transfers, and nothing.");
   const devices = [...new Set(RUNS.flatMap(run => run.devices.map(d => d.name)))];
   const names = run => run.devices.map(d => esc(d.name));
   plot(node, 90 + 40 * devices.length, () => {
     const [scale, unit] = timeUnit(Math.max(...sets.flatMap(s => s[1].flat())));
-    const titles = ["computing", "copying", "idle"], data = [], axes = {};
+    const titles = ["computing", "overhead", "waiting", "idle"], data = [], axes = {};
     sets.forEach(([name, rows, k], s) => titles.forEach((title, p) => data.push({
       type: "bar", orientation: "h", name: esc(name), legendgroup: name, showlegend: p === 0, offsetgroup: String(s),
       y: names(RUNS[TWO ? k : 0]), x: rows.map(r => r[p] * scale), xaxis: "x" + (p + 1), yaxis: "y",
       marker: {color: k === 0 ? css("--accent") : TWO ? css("--second") : css("--bar"), cornerradius: 2},
       customdata: rows.map(r => seconds(r[p])), hovertemplate: `<b>%{y}</b>, ${esc(name)}<br>${title} %{customdata}` + ALSO})));
-    titles.forEach((title, p) => { axes["xaxis" + (p + 1)] = {domain: [p * 0.345, p * 0.345 + 0.31], title: {text: `${title} (${unit})`}, rangemode: "tozero", fixedrange: true}; });
+    titles.forEach((title, p) => { axes["xaxis" + (p + 1)] = {domain: [p * 0.255, p * 0.255 + 0.235], title: {text: `${title} (${unit})`}, rangemode: "tozero", fixedrange: true}; });
     return {data, barmode: "group", bargap: 0.35, showlegend: true, legend: {orientation: "h", y: 1.12, x: 0, traceorder: "normal"}, margin: {l: 8, r: 12, t: 24, b: 8},
       ...axes, yaxis: {autorange: "reversed", fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
   });

@@ -145,8 +145,8 @@ def _run(
         ]
         if timeline is not None
         else None,
-        "load": analysis.loads(timeline) if timeline is not None else None,
-        "expertLoad": analysis.loads(expert) if expert is not None else None,
+        "load": timeline.device_parts if timeline is not None else None,
+        "expertLoad": expert.device_parts if expert is not None else None,
         "whatIfs": [
             {
                 "change": imagine.change,

@@ -282,9 +282,11 @@ def _parallel(timeline: Timeline) -> list[str]:
         return [f"Only {names[int(timeline.busy_seconds.argmax())]} computes: nothing is split."]
     lines = [f"On average {mean:.1f} of the {used} devices in use compute at a time."]
     several = float(shares[2:].sum())
+    issued = any(parts.overhead for parts in timeline.device_parts)
+    waiting = "all wait for transfers" + (" or for ops to be issued" if issued else "")
     lines.append(
         f"Two or more compute during {several:.0%} of the step, one alone during "
-        f"{float(shares[1]):.0%}, none (all wait for transfers) during {float(shares[0]):.0%}."
+        f"{float(shares[1]):.0%}, none ({waiting}) during {float(shares[0]):.0%}."
     )
     load = analysis.loads(timeline)
     busiest = max(range(len(load)), key=lambda d: load[d].compute_seconds)
@@ -344,9 +346,10 @@ def _critical(timeline: Timeline) -> list[str]:
     named = [
         f"{problem.grouping.names[g]} ({share.group_seconds[g] / step:.0%})"
         for g in groups
-        if share.group_seconds[g] > 0
+        if share.group_seconds[g] >= 0.005 * step
     ]
-    lines.append(f"The groups that hold it up most: {listed(named)}.")
+    if named:
+        lines.append(f"The groups that hold it up most: {listed(named)}.")
     return lines
 
 

@@ -42,7 +42,7 @@ from placewright.session.rounds import Rounds
 from placewright.session.search import Progress, search
 from placewright.session.simulated import SimulatedSearch
 from placewright.simulator import lower_bounds
-from placewright.stopping import never
+from placewright.stopping import Stopped, never
 
 logger = logging.getLogger(__name__)
 
@@ -165,12 +165,14 @@ class Session:
             return self._team.evaluator
         if self.evaluate == SIMULATE:
             return SimulatedEvaluator(problem)
-        runner = self.runner
-        if runner is None:
-            assert self.machine is not None
-            runner = opened.enter_context(_open(problem, self.machine))
-            runner.start()
-        return MeasuredEvaluator(problem, runner)
+        if self.runner is not None:
+            return MeasuredEvaluator(problem, self.runner)
+        assert self.machine is not None
+        runner = opened.enter_context(_open(problem, self.machine))
+        evaluator = MeasuredEvaluator(problem, runner)
+        with contextlib.suppress(Stopped):  # then nothing is measured
+            evaluator.patiently(runner.start, self.stop)
+        return evaluator
 
     def _placers(
         self,
@@ -255,7 +257,7 @@ class Session:
         if rounds is not None:
             problem, previous = self._searched_first(rounds)
         limits = real.before_the_final()
-        if limits is None:
+        if limits is None or real.stop():  # making the placers alone takes seconds
             return
         placers = self._placers(
             real.evaluator, limits, problem=problem, noise=real.noise, previous=previous

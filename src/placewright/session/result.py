@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,14 @@ from placewright.session.finals import Comparison
 from placewright.session.search import MethodResult
 from placewright.simulator import Makeup, Parts, Simulator, StepRange
 from placewright.simulator.makeup import range_line
+from placewright.stopping import Stopped, never, patiently
 from placewright.units import format_seconds
 
 if TYPE_CHECKING:
     from placewright.calibration import Calibration
+
+_GRACE_SECONDS = 0.5
+"""How long whoever stops while a trace is drawn waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +179,11 @@ class Result:
     def simple_answer(self) -> str:
         """What does as well as the answer whose speed-up is only overhead that several devices
         share: one device and less overhead. Empty for any other."""
-        makeup, single = self.makeup, self.best_single
-        if makeup is None or single is None or not makeup.is_only_overhead:
+        makeup = self.makeup
+        if makeup is None or makeup.simple is None or not makeup.is_only_overhead:
             return ""
-        device = self.problem.cluster.device_names[single.placement.main_device]
-        seconds = format_seconds(self.seconds_of(single))
+        device = self.problem.cluster.device_names[makeup.simple.main_device]
+        seconds = format_seconds(makeup.simple_seconds or 0.0)
         return (
             f"everything on {device} ({seconds}) with less overhead, by a captured graph or a "
             "larger batch, does as well"
@@ -300,13 +305,25 @@ class Result:
             "methods": self.table,
         }
 
-    def save(self, directory: str | Path, command: str = "", *, trace: bool = True) -> None:
+    def save(
+        self,
+        directory: str | Path,
+        command: str = "",
+        *,
+        trace: bool = True,
+        stop: Callable[[], bool] = never,
+    ) -> bool:
         """Writes `placement.json`, `trace.json` (if wanted) and `problem.json.gz`, from which
         reports are made (the journal is there already when the search was given the directory),
         `costs.json` where costs were measured, under which the trace is drawn, and last
         `summary.json`, which says what the others are (`files`): until it is there, they are of a
-        run that was cut off."""
+        run that was cut off.
+
+        A trace takes seconds to draw for a large graph, and is given up soon after `stop()`.
+        Whether there is one is returned.
+        """
         folder = Path(directory)
+        drawn = None
         check_directory(folder, self.problem)
         with writing(folder):
             if not (folder / PROBLEM_FILE).exists():
@@ -316,11 +333,10 @@ class Result:
                 if self.calibration is not None:
                     self.calibration.save(folder / COSTS_FILE, self.problem.graph)
             if self.best is not None and trace:
-                under = self.placed
-                if self.calibration is not None:
-                    under = self.calibration.problem(under)
-                timeline = Simulator(under).timeline(self.best.placement)
-                write_json(folder / TRACE_FILE, timeline.chrome_trace(), SearchError)
+                with contextlib.suppress(Stopped):
+                    drawn = patiently(self._trace, stop, _GRACE_SECONDS)
+            if drawn is not None:
+                write_json(folder / TRACE_FILE, drawn, SearchError)
             else:  # one of before would be of another placement
                 (folder / TRACE_FILE).unlink(missing_ok=True)
             found = digests(folder)
@@ -328,3 +344,11 @@ class Result:
                 found.pop(COSTS_FILE, None)  # somebody's
             summary = self.summary(command) | {"files": found}
             write_json(folder / SUMMARY_FILE, summary, SearchError)
+        return drawn is not None
+
+    def _trace(self) -> dict[str, Any]:
+        assert self.best is not None
+        under = self.placed
+        if self.calibration is not None:
+            under = self.calibration.problem(under)
+        return Simulator(under).timeline(self.best.placement).chrome_trace()

@@ -8,10 +8,12 @@ with what it is compared with, so that whatever else the machine did hit all ali
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from placewright.calibration import (
 from placewright.cluster import Cluster
 from placewright.costs import Source
 from placewright.errors import WorkerError
+from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.measurement import Trial
 from placewright.placement import Placement, everything_on
@@ -39,6 +42,9 @@ from placewright.session.directory import COSTS_FILE
 from placewright.session.metrics import MetricsLog
 from placewright.session.real import RealRuns
 from placewright.session.search import Progress, search
+from placewright.stopping import Stopped
+
+_R = TypeVar("_R")
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +123,7 @@ class Rounds:
     def _calibrate(self) -> Calibration:
         """Single devices are traced: that is where the costs of ops come from."""
         problem = self.real.problem
-        if self.runner is not None:
-            self.runner.start()  # its time is none of the first run's
+        self._start()  # its time is none of the first run's
         device_of: dict[Placement, int] = {}
         for device in range(problem.num_devices):
             device_of.setdefault(everything_on(problem, device), device)
@@ -149,12 +154,24 @@ class Rounds:
         if runner is None or cluster.links != runner.cluster.links or not self._time_for_links():
             return cluster
         try:
-            cluster = measure_links(runner, cluster)
+            cluster = self._patiently(functools.partial(measure_links, runner, cluster))
         except WorkerError as fault:
             logger.warning("links are taken to be as the cluster says: %s", fault)
+        except Stopped:
+            return cluster
         with contextlib.suppress(WorkerError):  # the next run tries again, and says what is wrong
-            runner.start()  # now: no run is to blame for the time it takes
+            self._start()  # now: no run is to blame for the time it takes
         return cluster
+
+    def _start(self) -> None:
+        if self.runner is not None and not self.real.stop():
+            with contextlib.suppress(Stopped):
+                self._patiently(self.runner.start)
+
+    def _patiently(self, function: Callable[[], _R]) -> _R:
+        evaluator = self.real.evaluator
+        assert isinstance(evaluator, MeasuredEvaluator)  # the one whose runner this is
+        return evaluator.patiently(function, self.real.stop)
 
     def _time_for_links(self) -> bool:
         """Whether the budget is worth timing the links first."""
@@ -209,6 +226,8 @@ class Rounds:
         methods were asked for: those that learn go on in later rounds, so that this one is not all
         they have."""
         real, rounds = self.real, self.config.rounds
+        if real.stop():
+            return []
         assert self.calibration is not None
         under = self.calibration.problem(real.problem)
         budget = Budget(seconds=seconds)

@@ -19,7 +19,7 @@ from placewright.evaluators.base import Evaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
 from placewright.journal import Journal
 from placewright.measurement import Measurement, Trial, better
-from placewright.placement import Placement
+from placewright.placement import Placement, everything_on
 from placewright.placers.base import Placer
 from placewright.placers.heft import heft
 from placewright.placers.single_device import single_device
@@ -41,7 +41,7 @@ from placewright.simulator import (
     shortlisted,
 )
 from placewright.simulator.makeup import parts_of_used
-from placewright.stopping import GRACE_SECONDS, Stopped, Worker, never
+from placewright.stopping import GRACE_SECONDS, Stopped, never, patiently
 
 _R = TypeVar("_R")
 
@@ -51,7 +51,7 @@ _CHECKED_OTHERS = 12
 journal of another simulator, in far less time than it took to try them all."""
 _MOST_EXPLAINED = 50_000
 """Ops of whose steps can be said within a second or two what they are made of."""
-_GRACE_AT_THE_END_SECONDS = 1.0
+_GRACE_AT_THE_END_SECONDS = 0.5
 """How long whoever stopped the search waits for each of the figures beside the answer."""
 
 
@@ -166,14 +166,7 @@ class SimulatedSearch:
         return tuple(found)
 
     def _patiently(self, function: Callable[[], _R], grace_seconds: float = GRACE_SECONDS) -> _R:
-        """Calls it so that it can be abandoned some seconds after a stop; raises `Stopped` then."""
-        if self.stop is never:
-            return function()
-        worker = Worker(grace_seconds)
-        try:
-            return worker.run(function, self.stop)
-        finally:
-            worker.close()
+        return patiently(function, self.stop, grace_seconds)
 
     # --- what came of it ---
 
@@ -291,10 +284,14 @@ class SimulatedSearch:
         singles = [m.best for m in methods if m.method == "single" and m.best is not None]
         singles += [trial for trial in self.references if trial.placer == "single"]
         single = next((trial for trial in singles if trial.measurement.ok), None)
-        reference = None if single is None else single.placement
-        if reference is not None and placed is not self.problem:
-            reference = Placement.of(placed, self.problem.lifted(reference.devices))
-        made = makeup(placed, best.placement, reference, seed=self.config.seed)
+        compared: list[Placement] = []
+        if single is not None:
+            chosen = [single.placement, *_of_other_kinds(self.problem, single.placement)]
+            compared = [self._as_placed(placed, placement) for placement in chosen]
+        made = makeup(
+            placed, best.placement, compared[0] if compared else None, compared[1:],
+            seed=self.config.seed,
+        )  # fmt: skip
         parts: dict[Placement, Parts] = {}
         if ops * len(methods) <= _MOST_EXPLAINED:
             simulators: dict[str, Simulator] = {}
@@ -305,6 +302,12 @@ class SimulatedSearch:
                 simulator = simulators.setdefault(trial.placement.space, Simulator(posed))
                 parts[trial.placement] = parts_of_used(simulator.timeline(trial.placement))
         return made, parts
+
+    def _as_placed(self, placed: Problem, placement: Placement) -> Placement:
+        """A placement by groups as one of what is placed, which may be single ops."""
+        if placed is self.problem:
+            return placement
+        return Placement.of(placed, self.problem.lifted(placement.devices))
 
     def _posed_for(self, trial: Trial) -> Problem:
         own = trial.placement.space == self.problem.space.fingerprint
@@ -318,6 +321,14 @@ def _rank(trial: Trial, ranges: Mapping[Placement, StepRange]) -> tuple[bool, fl
     if found is None:
         return False, seconds, seconds
     return found.overflows > 0, found.mean_seconds, seconds
+
+
+def _of_other_kinds(problem: Problem, single: Placement) -> list[Placement]:
+    """Everything on one device, for each kind of device but that of the placement given."""
+    devices = problem.cluster.devices
+    first = {device.kind.name: number for number, device in reversed([*enumerate(devices)])}
+    del first[devices[single.main_device].kind.name]
+    return [everything_on(problem, number) for number in first.values()]
 
 
 def check_simulated(problem: Problem, journal: Journal) -> None:

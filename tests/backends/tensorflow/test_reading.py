@@ -270,6 +270,8 @@ def test_flops_of_a_transposed_batch_of_matrices() -> None:
         ("Relu", [(4, 5)], [(4, 5)], 20),
         ("Tanh", [(4, 5)], [(4, 5)], 80),
         ("Sum", [(4, 5), (1,)], [(4,)], 20),
+        ("SquaredDifference", [(4, 5), (4, 5)], [(4, 5)], 40),
+        ("SquaredDifference", [(4, 5), (5,)], [(4, 5)], 80),
         ("FusedBatchNormV3", [(2, 4, 4, 3), (3,)], [(2, 4, 4, 3), (3,)], 8 * 96),
         ("FusedBatchNormGradV3", [(2, 4, 4, 3), (3,)], [(2, 4, 4, 3), (3,)], 12 * 96),
         ("SparseSoftmaxCrossEntropyWithLogits", [(4, 5), (4,)], [(4,), (4, 5)], 2080),
@@ -545,7 +547,7 @@ def test_large_inputs_are_not_allocated() -> None:
     assert graph.tensor_bytes.max() == 2**42
 
 
-def test_function_that_cannot_be_inlined_stays_one_op() -> None:
+def test_function_that_cannot_be_inlined_stays_one_op(caplog: pytest.LogCaptureFixture) -> None:
     @traced(jit_compile=True)
     def compiled(x: Any) -> Any:
         return tf.exp(x)
@@ -556,6 +558,7 @@ def test_function_that_cannot_be_inlined_stays_one_op() -> None:
 
     (call,) = [op for op in load(outer).ops() if "Call" in op.type]
     assert call.flops is None
+    assert "1 ops run functions that are compiled as a whole, such as" in caplog.text
 
 
 def test_cond_is_lowered() -> None:

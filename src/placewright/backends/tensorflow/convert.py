@@ -146,6 +146,7 @@ def convert(
         )
         edges += [Edge(nodes[s.node].name, node.name, s.output) for s in sources[i]]
     edges += [Edge(nodes[a].name, nodes[b].name, None) for a, b in ends_of_loops(nodes, stacks)]
+    _warn_of_closed_functions(ops)
     return Graph.from_ops(name, ops, edges, group_rules, found_loops)
 
 
@@ -276,6 +277,18 @@ def _warn_of_unknown_shapes(nodes: Sequence[NodeDef], outputs: Sequence[Sequence
             "such as %s",
             len(unknown),
             unknown[0],
+        )
+
+
+def _warn_of_closed_functions(ops: Sequence[Op]) -> None:
+    """XLA compiles some functions as a whole, Keras's grouped convolutions among them."""
+    closed = [op.name for op in ops if op.flops is None]
+    if closed:
+        log.warning(
+            "%d ops run functions that are compiled as a whole, such as %s: nobody knows what they "
+            "compute, so they cost what moving their tensors does, unless measured times are given",
+            len(closed),
+            closed[0],
         )
 
 
