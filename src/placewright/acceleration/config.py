@@ -17,6 +17,8 @@ from placewright.errors import SearchError
 EAGER, ONE, STREAMS = "eager", "one stream", "streams"
 PLAIN = "one stream, plain"
 """The module as it is, captured: what streams and fused kernels are compared with."""
+PLAIN_STREAMS = "streams, plain"
+"""The module's own ops on streams, by list scheduling alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,11 @@ class AccelerateConfig:
         if self.fusion not in set(Fusion):
             raise SearchError(f"fusion is {self.fusion!r}; there are {', '.join(Fusion)}")
         object.__setattr__(self, "fusion", Fusion(self.fusion))  # its text will do
+
+
+def name_of(device: Device) -> str:
+    """For people."""
+    return torch.cuda.get_device_name(device.index) if isinstance(device, Gpu) else device.kind
 
 
 def device_of(model: torch.nn.Module, example: Inputs, config: AccelerateConfig) -> Device | None:

@@ -591,7 +591,7 @@ class Fake(Cpu):
 
 
 class _Timed:
-    stays = False
+    place = None
 
     def __init__(self, device: Fake, inner: Any, work: Work, plan: Schedule) -> None:
         self.device, self.inner = device, inner
@@ -660,6 +660,63 @@ def test_the_fastest_candidate_is_taken_and_a_wrong_one_is_not() -> None:
         wrong(x)
     assert wrong.plans[0].chosen == "streams"
     assert any("wrong: is off by" in note for note in wrong.plans[0].notes)
+
+
+class Slowed(Fake):
+    """Groups of fused ops take so long that the module's own ops on streams are faster."""
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Any:
+        made = Fake.ready(self, grouped, runs, schedule, given)
+        if not any("batch_norm" in one.code for one in grouped.groups):
+            made.seconds *= 20
+        return made
+
+
+def test_plain_ops_on_streams_are_a_candidate() -> None:
+    """What is fused joins groups that would have run side by side; so it need not be faster."""
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    (plan,) = fast.plans
+    assert plan.chosen == "streams"
+    assert plan.fusion is Fusion.FOLDED
+    assert plan.seconds["streams"] < plan.seconds["streams, plain"]
+    assert plan.seconds["streams, plain"] < plan.seconds["one stream, plain"]
+    slowed = fake(model, Slowed())
+    slowed.prepare((x,), {})
+    (plan,) = slowed.plans
+    assert plan.fusion is Fusion.NONE
+    assert len(set(plan.streams)) > 1
+    with torch.no_grad():
+        assert_close(slowed(x), model(x))
+
+
+def test_a_search_leaves_the_random_numbers_as_they_were() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, 0.5, True) + x.sin()
+
+    fast, x = fake(Drops()), torch.randn(64)
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    fast.prepare((x,), {})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_inference_mode_may_end_between_the_search_and_the_calls() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    with torch.inference_mode():
+        inner = x + 1
+        assert_close(fast(inner), model(inner))
+    with torch.no_grad():
+        assert_close(fast(x), model(x))
+        assert_close(fast(inner), model(inner))
+    with torch.inference_mode():
+        assert_close(fast(x), model(x))
 
 
 @pytest.mark.parametrize("method", ["local-search", "ppo"])
@@ -765,8 +822,25 @@ def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
     bad = dict(whole["plans"][0])
     bad.pop("chosen")
     refused(whole | {"plans": [bad]})
+    for key in ("group_seconds", "group_demand"):
+        for value in (-1.0, float("nan"), float("inf")):
+            times = [value] * len(whole["plans"][0][key])
+            refused(whole | {"plans": [whole["plans"][0] | {key: times}]})
     streams = [99] * len(whole["plans"][0]["streams"])
     refused(whole | {"plans": [whole["plans"][0] | {"streams": streams}]})
+
+
+def test_plans_with_kernels_or_an_order_that_cannot_be_are_refused() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    (plan,) = fast.plans
+    for kernel in ("magic", "region"):
+        bad = replace(plan, kernels=(kernel,) * len(plan.kernels))
+        with pytest.raises(PlacementError, match=f"kernel '{kernel}' for "):
+            fake(model, known=[bad])(x)
+    with pytest.raises(PlacementError, match="before one that it waits for"):
+        fake(model, known=[replace(plan, order=plan.order[::-1])])(x)
 
 
 def test_torch_compile_calls_it() -> None:
@@ -989,6 +1063,24 @@ def test_a_training_step_leaves_the_gradients_of_autograd(fusion: Fusion) -> Non
             assert_close(c, d, 1e-5)
     assert step.fast.plans[0].chosen == "streams"
     assert "streams" in step.verdict
+
+
+def test_the_plan_of_a_step_is_applied_again(tmp_path: Path) -> None:
+    model, x = Branches(), torch.randn(4, 3, 12, 12)
+    task = Task(train=True, loss_fn=loss_of_branches, targets=torch.randint(0, 5, (4,)))
+    config = AccelerateConfig(method="list", copy_outputs=False, fusion=Fusion.FOLDED)
+    step = acceleration.train_step(model, Fake(), config, task, Inputs.of(x))
+    wanted = step(x)
+    step.save(tmp_path / "plan.json")
+    device = Fake()
+    again = acceleration.train_step(
+        model, device, config, task, Inputs.of(x), known=plans.given(tmp_path / "plan.json")
+    )
+    assert_close(again(x), wanted)
+    assert (device.trials, device.timed) == (1, 0)
+    assert again.fast.plans == step.fast.plans
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert (document["model"], document["device"]) == ("Branches", "cpu")
 
 
 def test_gradients_of_weights_run_beside_the_backward_chain() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.built import Built
+from placewright.backends.pytorch.streams.device import Turns
 from placewright.backends.pytorch.streams.net import UnsuitableError
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.timelines import Timelines
@@ -58,22 +58,32 @@ class Accelerated:
     """
 
     def __init__(
-        self, module: Callable[..., Any], maker: Maker, *, device: str = "", most_shapes: int = 8
+        self,
+        module: Callable[..., Any],
+        maker: Maker,
+        *,
+        device: str = "",
+        most_shapes: int = 8,
+        turns: Turns | None = None,
     ) -> None:
         self._module = module
         self._maker = maker
         self._device = device
         self._most_shapes = most_shapes
         self._entries: dict[Any, Entry] = {}
-        self._lock = threading.RLock()
+        self._turns = turns or Turns()
+        """Shared with others where the graphs of all of them share memory."""
         self._last: _Last | None = None
-        self._stream: Any = None
-        """Where the last call was made."""
 
     @property
     def module(self) -> Callable[..., Any]:
         """The module as it was given."""
         return self._module
+
+    @property
+    def device(self) -> str:
+        """What it runs on, by name."""
+        return self._device
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -103,13 +113,15 @@ class Accelerated:
         make = self.entries[number].timelines
         if make is None:
             raise ValueError("nothing is captured for these inputs, so there is no timeline")
-        return make()
+        with self._turns.lock:
+            return make()
 
     def refresh(self) -> None:
         """Takes over the module's parameters as they are now."""
-        with self._lock:
+        with self._turns.lock:
             for entry in self.entries:
                 if entry.built is not None:
+                    self._turns.take(entry.built.ready.place)
                     entry.built.lowered.refresh()
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
@@ -154,13 +166,8 @@ class Accelerated:
         return True
 
     def _run(self, built: Built, leaves: Sequence[Any]) -> Any:
-        """One call at a time: all of them use the same memory."""
-        with self._lock:
-            if built.on_gpu:
-                stream = torch.cuda.current_stream(built.place)
-                if self._stream is not None and stream != self._stream:
-                    stream.wait_stream(self._stream)
-                self._stream = stream
+        with self._turns.lock:
+            self._turns.take(built.ready.place)
             return built(leaves)
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
@@ -174,7 +181,7 @@ class Accelerated:
         return spec, tuple(forms), cast, getattr(self._module, "training", False)
 
     def _entry(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
-        with self._lock:
+        with self._turns.lock:
             try:
                 if key in self._entries:
                     self._last = _Last(key=key, entry=self._entries[key])
