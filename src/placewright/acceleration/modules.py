@@ -19,6 +19,7 @@ from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.schedule import one_stream
 from placewright.errors import ClusterError, SearchError
+from placewright.report.streams import write_streams_report
 
 
 def accelerate(
@@ -83,8 +84,9 @@ def accelerated(
         return task.run(known, strict=strict)
 
     return Accelerated(
-        model, make, device=name_of(device), most_shapes=config.most_shapes, turns=turns
-    )
+        model, make, device=name_of(device), most_shapes=config.most_shapes, turns=turns,
+        reporter=write_streams_report,
+    )  # fmt: skip
 
 
 def plain_schedules(

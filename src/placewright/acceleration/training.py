@@ -19,6 +19,7 @@ from placewright.backends.pytorch.streams.net import UnsuitableError
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.training import trace_step
 from placewright.errors import ClusterError
+from placewright.report.streams import write_streams_report
 
 
 class TrainStep:
@@ -40,7 +41,7 @@ class TrainStep:
 
     def save(self, path: str | Path) -> None:
         """Writes the plans, for `placewright.torch.accelerate_step(..., plan=path)`."""
-        plans.save(self.fast.plans, path, model=type(self.model).__name__, device=self.fast.device)
+        self.fast.save(path)
 
     def __call__(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         given = self._task.targets if targets is None else targets
@@ -177,6 +178,7 @@ def train_step(
                 buffer.copy_(before)
 
     fast = Accelerated(
-        eager, make, device=name_of(device), most_shapes=config.most_shapes
+        eager, make, name=type(model).__name__, device=name_of(device),
+        most_shapes=config.most_shapes, reporter=write_streams_report,
     )  # fmt: skip
     return TrainStep(model, task, parts, fast)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -49,6 +49,15 @@ Maker = Callable[[Sequence[Any], Mapping[str, Any]], Entry]
 """Searches for what is fastest for such arguments."""
 
 
+class Reporter(Protocol):
+    """Writes a page about a plan and its timelines."""
+
+    def __call__(
+        self, path: str | Path, plan: StreamPlan, timelines: Timelines | None, *, model: str,
+        device: str,
+    ) -> Path: ...  # fmt: skip
+
+
 class Accelerated:
     """A module as one captured graph for each shape of its inputs. Call it like the module.
 
@@ -62,13 +71,17 @@ class Accelerated:
         module: Callable[..., Any],
         maker: Maker,
         *,
+        name: str = "",
         device: str = "",
         most_shapes: int = 8,
         turns: Turns | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._module = module
         self._maker = maker
+        self._name = name or type(module).__name__
         self._device = device
+        self._reporter = reporter
         self._most_shapes = most_shapes
         self._entries: dict[Any, Entry] = {}
         self._turns = turns or Turns()
@@ -79,11 +92,6 @@ class Accelerated:
     def module(self) -> Callable[..., Any]:
         """The module as it was given."""
         return self._module
-
-    @property
-    def device(self) -> str:
-        """What it runs on, by name."""
-        return self._device
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -105,8 +113,7 @@ class Accelerated:
 
     def save(self, path: str | Path) -> None:
         """Writes the plans, for `placewright.torch.accelerate(..., plan=path)`."""
-        name = type(self._module).__name__
-        plans.save(self.plans, path, model=name, device=self._device)
+        plans.save(self.plans, path, model=self._name, device=self._device)
 
     def timelines(self, number: int = 0) -> Timelines:
         """When each group ran on its stream, measured and expected; of the shape of that number."""
@@ -115,6 +122,16 @@ class Accelerated:
             raise ValueError("nothing is captured for these inputs, so there is no timeline")
         with self._turns.lock:
             return make()
+
+    def report(self, path: str | Path, number: int = 0) -> Path:
+        """Writes an HTML page: what ran when on which stream, measured and expected, and what else
+        was tried; of the shape of that number. Needs the extra `report`."""
+        entry = self.entries[number]
+        if entry.plan is None:
+            raise ValueError(f"nothing was found for these inputs to report: {entry.why_not}")
+        assert self._reporter is not None
+        lines = None if entry.timelines is None else self.timelines(number)
+        return self._reporter(path, entry.plan, lines, model=self._name, device=self._device)
 
     def refresh(self) -> None:
         """Takes over the module's parameters as they are now."""
@@ -195,8 +212,7 @@ class Accelerated:
             try:
                 entry = self._maker(args, kwargs)
             except UnsuitableError as reason:
-                name = type(self._module).__name__
-                logger.warning("%s runs as it is: %s", name, reason)
+                logger.warning("%s runs as it is: %s", self._name, reason)
                 entry = Entry(why_not=str(reason))
             self._entries[key] = entry
             self._last = _Last(key=key, entry=entry)
@@ -206,7 +222,7 @@ class Accelerated:
         said = self.__dict__.setdefault("_said", set())
         if text not in said:
             said.add(text)
-            logger.warning("%s runs as it is: %s", type(self._module).__name__, text)
+            logger.warning("%s runs as it is: %s", self._name, text)
 
 
 def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
