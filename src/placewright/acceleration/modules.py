@@ -90,12 +90,15 @@ def accelerated(
 
 
 def plain_schedules(
-    model: torch.nn.Module, inputs: object, config: AccelerateConfig
+    model: torch.nn.Module,
+    inputs: object,
+    config: AccelerateConfig,
+    device: Device | None = None,
 ) -> tuple[dict[str, Callable[[Sequence[Any]], Any]], dict[str, float]]:
     """The module's own ops, nothing fused: captured on one stream, and on several by list
     scheduling. What takes the flat inputs, and the seconds of a replay of each."""
     example = Inputs.of(inputs)
-    device = device_of(model, example, config)
+    device = device or device_of(model, example, config)
     if device is None:
         raise ClusterError(f"{type(model).__name__} is not on a CUDA device")
     task = SearchTask(

@@ -766,7 +766,7 @@ def test_outputs_are_copies() -> None:
         assert torch.equal(first, kept)
 
 
-def test_timelines_name_each_group_twice() -> None:
+def test_timelines_name_each_group_twice(tmp_path: Path) -> None:
     model, x = made("branches")
     fast = fake(model)
     fast.prepare((x,), {})
@@ -777,6 +777,9 @@ def test_timelines_name_each_group_twice() -> None:
     assert len(events) == 2 * len(lines.names)
     assert {e["tid"] for e in events} == set(fast.plans[0].streams)
     assert "stream 0" in lines.table()
+    page = fast.report(tmp_path / "page.html").read_text("utf-8")
+    assert "Branches on cpu - Placewright" in page
+    assert fast.plans[0].groups[-1] in page
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -822,10 +825,10 @@ def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
     bad = dict(whole["plans"][0])
     bad.pop("chosen")
     refused(whole | {"plans": [bad]})
-    for key in ("group_seconds", "group_demand"):
-        for value in (-1.0, float("nan"), float("inf")):
-            times = [value] * len(whole["plans"][0][key])
-            refused(whole | {"plans": [whole["plans"][0] | {key: times}]})
+    for name in ("group_seconds", "group_demand"):
+        for number in (-1.0, float("nan"), float("inf")):
+            times = [number] * len(whole["plans"][0][name])
+            refused(whole | {"plans": [whole["plans"][0] | {name: times}]})
     streams = [99] * len(whole["plans"][0]["streams"])
     refused(whole | {"plans": [whole["plans"][0] | {"streams": streams}]})
 
