@@ -88,6 +88,7 @@ class Settings(NamedTuple):
     autotune_seconds: float = 150.0
     replays: int = 10_000
     train_batch: int = 32
+    fusion: str = "regions"
 
 
 class TooLongError(BaseException):
@@ -190,9 +191,11 @@ class Worker:
         self, cell: Cell, method: str, seconds: float, candidates: Mapping[str, Any]
     ) -> Any:
         from placewright.acceleration import AccelerateConfig, accelerated
+        from placewright.backends.pytorch.streams.groups import Fusion
 
         model, inputs = self.model_of(cell)
-        config = AccelerateConfig(method=method, seconds=seconds)
+        fusion = Fusion(self.settings.fusion)
+        config = AccelerateConfig(method=method, seconds=seconds, fusion=fusion)
         fast = accelerated(model, self.device, config, candidates=candidates)
         with self.torch.no_grad():
             fast.prepare(inputs, {})
@@ -365,6 +368,7 @@ class Worker:
         """Forward and backward pass, as `accelerate_step` compares them."""
         from placewright.acceleration import AccelerateConfig, train_step
         from placewright.backends.pytorch.exporting import Inputs, Task
+        from placewright.backends.pytorch.streams.groups import Fusion
 
         torch = self.torch
         model, inputs = self.model_of(cell)
@@ -374,7 +378,11 @@ class Worker:
             return sum(value.square().mean() for value in flat)
 
         config = AccelerateConfig(
-            seconds=self.settings.search_seconds, method="list", rounds=15, copy_outputs=False
+            seconds=self.settings.search_seconds,
+            method="list",
+            rounds=15,
+            copy_outputs=False,
+            fusion=Fusion(self.settings.fusion),
         )
         task = Task(train=True, loss_fn=loss)
         step = train_step(model.train(), self.device, config, task, Inputs(tuple(inputs)))
@@ -664,6 +672,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--search-seconds", type=float, default=20.0)
     parser.add_argument("--method", default="local-search")
+    parser.add_argument("--fusion", default="regions", help="at most")
     parser.add_argument("--seconds", type=float, default=540.0, help="for this run of the program")
     parser.add_argument("--autotune-seconds", type=float, default=150.0, help="for each model")
     parser.add_argument("--replays", type=int, default=10_000)
@@ -700,7 +709,7 @@ def main() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(each))
     settings = Settings(
         tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method,
-        given.device, given.autotune_seconds, given.replays, given.train_batch,
+        given.device, given.autotune_seconds, given.replays, given.train_batch, given.fusion,
     )  # fmt: skip
     run = Stages(settings, given.output, until, again=given.again)
     for stage in stages:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import one_gpu
 from benchmarks.common import read_csv
-from benchmarks.one_gpu_models import BRANCHING, MODELS, NASNet, RandWire, trained
+from benchmarks.one_gpu_models import BRANCHING, MODELS, Example, NASNet, RandWire, trained
 from placewright.backends.pytorch.streams.built import lower
 from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.net import trace
@@ -54,6 +54,55 @@ def test_max_autotune_is_compared_with_what_was_measured_beside_it() -> None:
     ]  # fmt: skip
     assert "| 0.00 | 0.90 | 0.90 |" in one_gpu.summary(rows)
     assert "| 0.00 | 1.50 | 1.50 |" in one_gpu.summary(rows[:2])
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Conv2d(3, 4, k, padding=k // 2) for k in (1, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).relu() + self.two(x).relu()
+
+
+def test_a_worker_measures_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where times mean nothing; without Inductor, which takes long."""
+    monkeypatch.setitem(MODELS, "tiny", Example(Tiny, lambda b: (torch.randn(b, 3, 8, 8),)))
+    compiled = {"compile": {"backend": "eager"}, "max-autotune": {"backend": "eager"}}
+    monkeypatch.setattr(one_gpu, "COMPILED", compiled)
+    settings = one_gpu.Settings(
+        ("compile", "ours"), 2, 6.0, "list", device="cpu", replays=60, fusion="folded"
+    )
+    worker, cell = one_gpu.Worker("tiny", settings), one_gpu.Cell(1, "tf32")
+    rows: dict[str, Any] = {}
+    measure = worker.measure
+
+    def seen(cell: one_gpu.Cell) -> Any:
+        made = measure(cell)
+        rows.update({row["column"]: row for row in made})
+        return made
+
+    monkeypatch.setattr(worker, "measure", seen)
+    worker.compile(cell, "compile", 60)
+    columns = [row["column"] for row in worker.autotune(cell)]
+    assert columns == ["max-autotune", one_gpu.BESIDE]
+    assert set(rows) == {"eager", "one stream", "compile", "max-autotune", "list", "ours"}
+    assert all(float(row["ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows.values())
+    said = json.loads(rows["ours"]["detail"])
+    assert {"one stream", "eager", "compile", "max-autotune"} <= set(said["final_ms"])
+    (row,) = worker.replays(cell)
+    assert (row["replays"], row["different"]) == (60, 0)
+    (row,) = worker.train(cell)
+    assert "ms a call" in row["verdict"]
+    assert torch.backends.cudnn.benchmark  # as long as the process is there
+
+
+@pytest.fixture(autouse=True)
+def _settings_as_before() -> Iterator[None]:
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32
+    yield
+    cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32 = before
 
 
 # --- stages --------------------------------------------------------------------------------------
