@@ -62,7 +62,8 @@ class Tiny(torch.nn.Module):
         self.one, self.two = (torch.nn.Conv2d(3, 4, k, padding=k // 2) for k in (1, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x).relu() + self.two(x).relu()
+        made: torch.Tensor = self.one(x).relu() + self.two(x).relu()
+        return made
 
 
 def test_a_worker_measures_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
