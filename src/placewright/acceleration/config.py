@@ -44,7 +44,8 @@ class AccelerateConfig:
     most_shapes: int = 8
     """Shapes of inputs that are captured; further ones run as the module itself."""
     memory_bytes: float = math.inf
-    """For what is computed on the way, in one call."""
+    """For what is computed on the way, in one call: counted over all streams together. As none can
+    have what another gave back, more than that may be taken from the GPU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= 16:

@@ -29,7 +29,7 @@ from placewright.backends.pytorch.streams import kernels, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
-from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
+from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother, Turns
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run, issue
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
@@ -754,6 +754,40 @@ def test_inputs_with_gradients_run_as_they_are() -> None:
     fast.prepare((x,), {})
     assert not fast(x)[0].requires_grad
     assert fast(x.requires_grad_())[0].requires_grad
+
+
+@dataclass
+class Line:
+    """A stream of a GPU that is not there."""
+
+    waited_for: list[Any] = field(default_factory=list)
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited_for.append(other)
+
+
+def test_calls_on_another_stream_come_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, place = Line(), torch.device("cuda", 1)
+    asked: list[Any] = []
+
+    def handle(index: int) -> int:
+        asked.append(index)
+        return id(now)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda at: now)
+    turns = Turns()
+    turns.take(None)  # not on a GPU
+    assert asked == []
+    turns.take(place)
+    turns.take(place)
+    first, now = now, Line()
+    turns.take(place)
+    second, now = now, first
+    turns.take(place)
+    assert first.waited_for == [second]
+    assert second.waited_for == [first]
+    assert asked == [1] * 4
 
 
 def test_outputs_are_copies() -> None:
