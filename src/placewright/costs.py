@@ -241,7 +241,7 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
         seconds[k] = _roofline(kind, graph) * graph.run_count
-        overhead[k] = _overhead(kind, cluster.issue, graph)
+        overhead[k] = _overhead(kind, cluster.issued_by(graph.issue), graph)
         gap[k] = kind.gap_seconds * _launches(graph)
         if kind.name in shared:
             demand[k] = _demand(kind, graph, seconds[k], gap[k])

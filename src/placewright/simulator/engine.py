@@ -482,7 +482,7 @@ def _by_kind(problem: Problem, seconds: FloatArray) -> FloatArray:
 def _num_issuers(problem: Problem) -> int:
     if not problem.issue_seconds.any():
         return 0
-    return 1 if problem.cluster.issue == "host" else int(problem.cluster.issued_apart.sum())
+    return 1 if problem.issue == "host" else int(problem.issued_apart.sum())
 
 
 def _issuing(problem: Problem) -> Issuing | None:
@@ -492,8 +492,8 @@ def _issuing(problem: Problem) -> Issuing | None:
     cluster = problem.cluster
     first = sum(device.kind.slots for device in cluster.devices)
     first += len(cluster.routes.channel_names)
-    host = cluster.issue == "host"
-    apart = cluster.issued_apart.copy()
+    host = problem.issue == "host"
+    apart = problem.issued_apart.copy()
     if host:
         # What runs on the processors runs on the thread that issues it.
         apart = np.array([device.type != "cpu" for device in cluster.devices])
