@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -270,12 +270,17 @@ def test_models_have_branches(model: object, size: int) -> None:
     assert work.critical_seconds < 0.8 * work.total_seconds
 
 
+def small(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A corner of what is a picture: there is nothing that needs all of it."""
+    return [value[..., :16, :16] if value.dim() == 4 else value for value in inputs]
+
+
 @pytest.mark.parametrize("name", ["detection_head", "recommender"])
 def test_outputs_depend_on_inputs(name: str) -> None:
     torch.manual_seed(0)
     model = trained(name)
     with torch.no_grad():
-        a, b = (torch.utils._pytree.tree_leaves(model(*MODELS[name].inputs(2)))[-1]
+        a, b = (torch.utils._pytree.tree_leaves(model(*small(MODELS[name].inputs(2))))[-1]
                 for _ in range(2))  # fmt: skip
     assert torch.isfinite(a).all()
     assert float((a - b).norm() / a.norm()) > 0.05
