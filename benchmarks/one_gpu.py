@@ -160,8 +160,10 @@ class Worker:
     def build(self, cell: Cell, until: float) -> list[Row]:
         """Compiles all variants, as long as there is time; then what our own search compiles."""
         columns = [c for c in COMPILED if c in self.settings.columns and c != AUTOTUNED]
-        for column in columns:
-            self.compile(cell, column, until - time.time())
+        for number, column in enumerate(columns):
+            # At most twice its share, so that one that does not end leaves time for the others.
+            left = until - time.time()
+            self.compile(cell, column, min(left, 2 * left / (len(columns) - number + 1)))
         if "ours" in self.settings.columns and until - time.time() > 5:
             try:  # compiles the regions; the times of this one do not count
                 with limited(until - time.time()):
