@@ -8,8 +8,8 @@ import numpy as np
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled
 from placewright.simulator.flow import Flow
-from placewright.simulator.kernel import compiled
 from placewright.stays import unit_weights
 from placewright.units import format_bytes
 

@@ -534,7 +534,7 @@ def _chips(problem: Problem) -> Chips | None:
         chip=np.where(chip_of_server < 0, count, chip_of_server).astype(UINT),
         first=np.cumsum([0, *(len(servers) for servers in members)]).astype(UINT),
         servers=np.concatenate([*members, np.zeros(0, dtype=np.int64)]).astype(UINT),
-        demand=np.asarray(problem.costs.demand.T.flatten(), dtype=np.float64),
+        demand=np.array(problem.costs.demand.T, dtype=np.float64, order="C"),
         hop_count=np.where(routes.relayed.ravel(), np.diff(offsets), 0).astype(UINT),
         hop_latency=padded[0].ravel(),
         hop_gap=padded[1].ravel(),
