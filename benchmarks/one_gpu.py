@@ -1,38 +1,53 @@
 """How fast one GPU runs networks with branches: on streams, fused, captured, or otherwise.
 
-    python -m benchmarks.one_gpu --seconds 360
+    python -m benchmarks.one_gpu --seconds 540
 
-Each model has a process of its own. First they compile all variants of `torch.compile` side by
-side, for at most half of the time; then one after another measures, alone on the GPU: every column
-in turns, medians of `--rounds` calls, each call with its inputs copied and its outputs read as the
-column does it. Every row is written as it is measured, so that a run that is cut short leaves what
-it has; rows that are there are not measured again. Columns:
+measures what is not there yet, the most telling first, and ends in time; called again it goes on.
+Stages, in their order:
+
+- `1:fp16`, `1:tf32`, `8:fp16`, .. : batch size and type. All models compile side by side, each in a
+  process of its own, for at most half of the time that is left; then one after another measures,
+  alone on the GPU: every column in turns, medians of `--rounds` calls, each call with its inputs
+  copied and its outputs read as the column does it.
+- `replays`: each accelerated model 10,000 times, while the rest of the memory is taken, filled with
+  NaN and given back; every output is compared. Into `replays.csv`.
+- `train`: forward and backward pass, as `accelerate_step` compares them. Into `training.csv`.
+- `max-autotune`: that mode of `torch.compile` at 1:fp16, one model at a time, as it measures
+  kernels while it compiles; for `--autotune-seconds` at most. `ours` is searched for and measured
+  again beside it, as a column of its own.
+
+Rows are written as soon as a model is measured. A model that is there at a stage is not measured
+again, nor one that failed; `--again` tries these once more. Columns:
 
 - `eager`, `one stream` (the module as it is, captured as one CUDA graph);
 - `compile`, `reduce-overhead`, `freezing` (with CUDA graphs), `max-autotune`: `torch.compile`;
 - `list`: plain list scheduling of the module's own ops on streams, nothing fused;
 - `ours`: what `placewright.torch.accelerate` chose; the compiled variants are its candidates.
 
-`--replays` runs one accelerated model so often under memory pressure and compares every output.
+`--device cpu` does all of it on the CPU, where its times mean nothing: for finding faults before a
+GPU is taken. Give `--output`, then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import RESULTS, add_csv, read_csv
+from benchmarks.common import RESULTS, Row, merge_csv, read_csv
 
 COMPILED: Mapping[str, Mapping[str, Any]] = {
     "reduce-overhead": {"mode": "reduce-overhead"},
@@ -41,6 +56,10 @@ COMPILED: Mapping[str, Mapping[str, Any]] = {
     "max-autotune": {"mode": "max-autotune"},
 }
 """Column -> what `torch.compile` is given; `freezing` is a setting of Inductor besides."""
+AUTOTUNED, BESIDE = "max-autotune", "ours beside max-autotune"
+STAGES = (
+    "1:fp16", "1:tf32", "8:fp16", "8:tf32", "32:fp16", "32:tf32", "replays", "train", AUTOTUNED,
+)  # fmt: skip
 
 
 class Cell(NamedTuple):
@@ -65,6 +84,35 @@ class Settings(NamedTuple):
     rounds: int
     search_seconds: float
     method: str
+    device: str = "cuda"
+    autotune_seconds: float = 150.0
+    replays: int = 10_000
+    train_batch: int = 32
+    fusion: str = "regions"
+
+
+class TooLongError(BaseException):
+    """What was begun takes longer than it may. No `Exception`: libraries take these for a kernel
+    that does not work, and go on."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Ends what runs within when it takes longer."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can be interrupted
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TooLongError(f"took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.001, seconds), 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- in the process of one model -----------------------------------------------------------------
@@ -77,7 +125,9 @@ class Worker:
         import torch
 
         from benchmarks.one_gpu_models import MODELS, trained
+        from placewright.backends.pytorch.streams.device import Cpu, Gpu
 
+        self.device = Gpu(index=0) if settings.device == "cuda" else Cpu()
         self.torch, self.name, self.settings = torch, name, settings
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -90,62 +140,75 @@ class Worker:
         self.ready: dict[Cell, tuple[Any, tuple[Any, ...]]] = {}
 
     def model_of(self, cell: Cell) -> tuple[Any, tuple[Any, ...]]:
-        """On the GPU, channels last."""
+        """Where it is measured, channels last."""
         torch = self.torch
         if cell not in self.ready:
             dtype = torch.float16 if cell.dtype == "fp16" else torch.float32
-            model = copy.deepcopy(self.plain).to("cuda", dtype)
+            at = self.settings.device
+            model = copy.deepcopy(self.plain).to(at, dtype)
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             torch.manual_seed(1)
             inputs = []
             for value in self.example.inputs(cell.batch):
-                value = value.to("cuda", dtype) if value.is_floating_point() else value.to("cuda")
+                value = value.to(at, dtype) if value.is_floating_point() else value.to(at)
                 if value.dim() == 4:
                     value = value.to(memory_format=torch.channels_last)
                 inputs.append(value)
             self.ready[cell] = (model, tuple(inputs))
         return self.ready[cell]
 
-    def build(self, cell: Cell, until: float) -> None:
+    def build(self, cell: Cell, until: float) -> list[Row]:
         """Compiles all variants, as long as there is time; then what our own search compiles."""
+        columns = [c for c in COMPILED if c in self.settings.columns and c != AUTOTUNED]
+        for number, column in enumerate(columns):
+            # At most twice its share, so that one that does not end leaves time for the others.
+            left = until - time.time()
+            self.compile(cell, column, min(left, 2 * left / (len(columns) - number + 1)))
+        if "ours" in self.settings.columns and until - time.time() > 5:
+            try:  # compiles the regions; the times of this one do not count
+                with limited(until - time.time()):
+                    self.accelerate(cell, "list", until - time.time(), {})
+            except (Exception, TooLongError) as fault:
+                self.faults[cell, "ours, first"] = _line(fault)
+        return []
+
+    def compile(self, cell: Cell, column: str, seconds: float) -> None:
+        """One variant, unless that takes longer."""
         torch = self.torch
         model, inputs = self.model_of(cell)
-        made = self.compiled.setdefault(cell, {})
-        with torch.no_grad():
-            for column, how in COMPILED.items():
-                if column not in self.settings.columns:
-                    continue
-                if time.time() > until:
-                    self.faults[cell, column] = "no time was left to compile it"
-                    continue
-                try:
-                    call = torch.compile(model, dynamic=False, **how)
-                    with torch._inductor.config.patch(freezing=column == "freezing"):
-                        for _ in range(3):
-                            call(*inputs)
-                    made[column] = call
-                except Exception as fault:
-                    self.faults[cell, column] = _line(fault)
-            if time.time() < until and "ours" in self.settings.columns:
-                try:  # compiles the regions; the times of this one do not count
-                    self.accelerate(cell, "list", max(5.0, until - time.time()), {})
-                except Exception as fault:
-                    self.faults[cell, "ours, first"] = _line(fault)
+        if seconds < 1:
+            self.faults[cell, column] = "no time was left to compile it"
+            return
+        try:
+            call = torch.compile(model, dynamic=False, **COMPILED[column])
+            frozen = torch._inductor.config.patch(freezing=column == "freezing")
+            with limited(seconds), torch.no_grad(), frozen:
+                for _ in range(3):
+                    call(*inputs)
+            self.compiled.setdefault(cell, {})[column] = call
+        except (Exception, TooLongError) as fault:
+            self.faults[cell, column] = _line(fault)
 
     def accelerate(
         self, cell: Cell, method: str, seconds: float, candidates: Mapping[str, Any]
     ) -> Any:
-        import placewright.torch
+        from placewright.acceleration import AccelerateConfig, accelerated
+        from placewright.backends.pytorch.streams.groups import Fusion
 
         model, inputs = self.model_of(cell)
-        return placewright.torch.accelerate(
-            model, inputs, method=method, seconds=seconds, candidates=dict(candidates)
-        )
+        fusion = Fusion(self.settings.fusion)
+        config = AccelerateConfig(method=method, seconds=seconds, fusion=fusion)
+        fast = accelerated(model, self.device, config, candidates=candidates)
+        with self.torch.no_grad():
+            fast.prepare(inputs, {})
+        return fast
 
-    def measure(self, cell: Cell) -> list[dict[str, Any]]:
+    def measure(self, cell: Cell) -> list[Row]:
         """All columns in turns."""
+        from placewright.backends.pytorch.streams.device import forget_memory
+
         torch = self.torch
-        torch.cuda.empty_cache()
+        forget_memory()
         model, inputs = self.model_of(cell)
         calls: dict[str, Callable[[], Any]] = {"eager": lambda: model(*inputs)}
         details: dict[str, dict[str, Any]] = {}
@@ -190,13 +253,15 @@ class Worker:
         from placewright.acceleration import AccelerateConfig, plain_schedules
 
         model, inputs = self.model_of(cell)
-        built, times = plain_schedules(model, inputs, AccelerateConfig())
+        built, times = plain_schedules(model, inputs, AccelerateConfig(), self.device)
         details["list"] = {"replay_ms": {k: round(v * 1e3, 4) for k, v in times.items()}}
         return {name: lambda b=b: b(inputs) for name, b in built.items()}
 
     def ours(self, cell: Cell, details: dict[str, dict[str, Any]]) -> dict[str, Any]:
         from placewright.acceleration import ONE, STREAMS
 
+        if "ours" not in self.settings.columns:
+            return {}
         _, inputs = self.model_of(cell)
         candidates = self.compiled.get(cell, {})
         fast = self.accelerate(cell, self.settings.method, self.settings.search_seconds, candidates)
@@ -226,7 +291,6 @@ class Worker:
         self, calls: dict[str, Callable[[], Any]], wanted: Any, faults: dict[str, str]
     ) -> tuple[dict[str, list[float]], dict[str, float | None]]:
         torch = self.torch
-        from placewright.backends.pytorch.streams.device import Gpu
         from placewright.backends.pytorch.streams.tuning import distance
 
         working: dict[str, Callable[[], Any]] = {}
@@ -240,8 +304,94 @@ class Worker:
                 working[column] = call
             except Exception as fault:
                 faults[column] = _line(fault)
-        found = Gpu(index=0).times(list(working.values()), self.settings.rounds)
+        found = self.device.times(list(working.values()), self.settings.rounds)
         return dict(zip(working, found, strict=True)), errors
+
+    def autotune(self, cell: Cell) -> list[Row]:
+        """That mode of `torch.compile`, and our own search with it as a candidate, in turns."""
+        self.compile(cell, AUTOTUNED, self.settings.autotune_seconds)
+        if AUTOTUNED not in self.compiled.get(cell, {}):
+            return [self.row(cell, AUTOTUNED, [], None, {"fault": self.faults[cell, AUTOTUNED]})]
+        named = {row["column"]: row for row in self.measure(cell)}
+        beside = {**named.get("ours", named[AUTOTUNED]), "column": BESIDE}
+        return [named[AUTOTUNED], *([beside] if "ours" in named else [])]
+
+    def replays(self, cell: Cell) -> list[Row]:
+        """Again and again, while memory is taken, filled and given back; every output compared."""
+        torch, count = self.torch, self.settings.replays
+        fast = self.accelerate(cell, "list", self.settings.search_seconds, {})
+        _, inputs = self.model_of(cell)
+        flat = torch.utils._pytree.tree_leaves
+        other = tuple(v * 0.5 if v.is_floating_point() else v.flip(-1) for v in inputs)
+        on_gpu = self.settings.device == "cuda"
+        with torch.no_grad():
+            turns = [(given, [v.clone() for v in flat(fast(*given))]) for given in (inputs, other)]
+            before = torch.cuda.memory_reserved() if on_gpu else 0
+            differences = torch.zeros((), device=self.settings.device, dtype=torch.int64)
+            taken: list[Any] = []
+            started = time.time()
+            for number in range(count):
+                if number % _KEPT == 0:
+                    taken.clear()
+                    taken += self.take_memory(number)
+                given, wanted = turns[number % 2]
+                for made, right in zip(flat(fast(*given)), wanted, strict=True):
+                    differences += (made != right).any()
+            different = int(differences)
+            took = time.time() - started
+            taken.clear()
+            del made
+            if on_gpu:
+                torch.cuda.empty_cache()
+        return [{
+            "model": self.name, "chosen": fast.plans[0].chosen if fast.plans else "",
+            "replays": count, "different": different, "reserved_before": before,
+            "reserved_after": torch.cuda.memory_reserved() if on_gpu else 0,
+            "seconds": f"{took:.1f}",
+        }]  # fmt: skip
+
+    def take_memory(self, number: int) -> list[Any]:
+        """Nearly all that is left, filled with NaN, in pieces that differ from time to time."""
+        torch = self.torch
+        if self.settings.device != "cuda":
+            return [torch.full((1000 + number,), float("nan"))]
+        # What was given back last time may hold memory in pieces that do not fit now.
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] - _LEFT_BYTES
+        small = [torch.full((1 << (number // _KEPT + i) % 20,), float("nan"), device="cuda")
+                 for i in range(64)]  # fmt: skip
+        shares = (0.5, 0.25, 0.125, 0.0625)
+        return small + [
+            torch.full((max(1, int(free * share / 4)),), float("nan"), device="cuda")
+            for share in (shares if number // _KEPT % 2 else shares[::-1])
+        ]
+
+    def train(self, cell: Cell) -> list[Row]:
+        """Forward and backward pass, as `accelerate_step` compares them."""
+        from placewright.acceleration import AccelerateConfig, train_step
+        from placewright.backends.pytorch.exporting import Inputs, Task
+        from placewright.backends.pytorch.streams.groups import Fusion
+
+        torch = self.torch
+        model, inputs = self.model_of(cell)
+
+        def loss(outputs: Any) -> Any:
+            flat = torch.utils._pytree.tree_leaves(outputs)
+            return sum(value.square().mean() for value in flat)
+
+        config = AccelerateConfig(
+            seconds=self.settings.search_seconds,
+            method="list",
+            rounds=15,
+            copy_outputs=False,
+            fusion=Fusion(self.settings.fusion),
+        )
+        task = Task(train=True, loss_fn=loss)
+        step = train_step(model.train(), self.device, config, task, Inputs(tuple(inputs)))
+        step(*inputs)
+        times = {k: f"{v * 1e3:.4f}" for p in step.fast.plans for k, v in p.seconds.items()}
+        return [{"model": self.name, "batch": cell.batch, "verdict": step.verdict,
+                 "ms": json.dumps(times)}]  # fmt: skip
 
     def row(
         self,
@@ -250,7 +400,7 @@ class Worker:
         seconds: Sequence[float],
         error: float | None,
         detail: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    ) -> Row:
         spread = statistics.quantiles(seconds, n=10) if len(seconds) > 1 else []
         return {
             "model": self.name, "batch": cell.batch, "dtype": cell.dtype, "column": column,
@@ -268,21 +418,24 @@ def _line(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {text[:300]}"
 
 
-def serve(name: str, settings: Settings, pipe: Connection) -> None:
+_KEPT = 50
+"""Replays for which memory is taken before it is given back."""
+_LEFT_BYTES = 4 << 30
+"""Of the GPU's memory that is never taken."""
+
+
+def serve(make: Callable[[str, Settings], Any], name: str, settings: Settings, pipe: Any) -> None:
     """A process: does what it is told until the pipe is closed."""
     try:
-        worker = Worker(name, settings)
+        worker = make(name, settings)
         while True:
-            what, cell, until = pipe.recv()
-            if what == "build":
-                worker.build(cell, until)
-                pipe.send(("built", cell, []))
-            else:
-                pipe.send(("rows", cell, worker.measure(cell)))
+            what, *args = pipe.recv()
+            pipe.send(("rows", getattr(worker, what)(*args)))
     except EOFError:
         return
     except Exception as fault:
-        pipe.send(("fault", None, [_line(fault)]))
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            pipe.send(("fault", _line(fault)))
 
 
 # --- the processes -------------------------------------------------------------------------------
@@ -294,16 +447,19 @@ class Process(NamedTuple):
     pipe: Connection
 
 
-def start(models: Sequence[str], settings: Settings) -> list[Process]:
+def start(model: str, settings: Settings) -> Process:
+    """A process of its own for a model."""
     context = multiprocessing.get_context("spawn")
-    made = []
-    for name in models:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(name, settings, theirs), daemon=False)
-        process.start()
-        theirs.close()
-        made.append(Process(name, process, ours))
-    return made
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(Worker, model, settings, theirs))
+    process.start()
+    theirs.close()
+    return Process(model, process, ours)
+
+
+def tell(one: Process, *what: Any) -> None:
+    with contextlib.suppress(OSError):  # it has ended: what it said last is still there
+        one.pipe.send(what)
 
 
 def stop(one: Process) -> None:
@@ -314,81 +470,138 @@ def stop(one: Process) -> None:
         one.process.join()
 
 
-def run_cell(
-    cell: Cell, models: Sequence[str], settings: Settings, path: Path, until: float
-) -> None:
-    """Compiles for all models at once, then measures one after another."""
-    now = time.time()
-    compile_until = now + (until - now) * _COMPILING
-    running = start(models, settings)
-    for one in running:
-        one.pipe.send(("build", cell, compile_until))
-    print(f"{cell}: {len(running)} models compile until +{compile_until - now:.0f} s", flush=True)
-    built = _wait(running, compile_until + _GRACE)
-    for one in running:
-        if one not in built:
-            print(f"{one.model}: still compiles after its time; stopped", flush=True)
-            _note(path, cell, one.model, "did not end compiling in its time")
-            one.process.kill()
-    print(f"{cell}: {len(built)} models compiled after {time.time() - now:.0f} s", flush=True)
-    for one in (o for o in running if o in built):
-        if time.time() > until - _LEAST:
-            print(f"{one.model}: no time left", flush=True)
+class Stages:
+    """What is measured, into which files, until when."""
+
+    def __init__(
+        self, settings: Settings, output: Path, until: float, *, again: bool = False,
+        start: Callable[[str, Settings], Process] = start,
+    ) -> None:  # fmt: skip
+        self.settings, self.output, self.until = settings, output, until
+        self.again, self.start = again, start
+
+    @property
+    def path(self) -> Path:
+        return self.output / "one_gpu.csv"
+
+    def left(self) -> float:
+        return self.until - time.time()
+
+    def run(self, stage: str, models: Sequence[str]) -> None:
+        """One stage, of the models that it lacks."""
+        models = [model for model in models if not self.has(stage, model)]
+        if not models or self.left() < _LEAST:
+            return
+        print(f"{stage}: {len(models)} models", flush=True)
+        if stage == AUTOTUNED:
+            self.each("autotune", Cell(1, "fp16"), models, self.path, "column")
+        elif stage == "replays":
+            self.each("replays", Cell(1, "fp16"), models, self.output / "replays.csv")
+        elif stage == "train":
+            cell = Cell(self.settings.train_batch, "tf32")
+            self.each("train", cell, models, self.output / "training.csv")
         else:
-            one.pipe.send(("measure", cell, until))
-            if one.pipe.poll(max(_LEAST, until - time.time())):
-                _receive(one, path, cell)
-            else:
-                one.process.kill()
-                _note(path, cell, one.model, "did not end measuring in its time")
-    for one in running:
-        stop(one)
+            self.cell(Cell.of(stage), models)
+
+    def has(self, stage: str, model: str) -> bool:
+        """Whether the model was measured at this stage, or failed and shall not be tried again."""
+        if stage in ("replays", "train"):
+            name = "replays.csv" if stage == "replays" else "training.csv"
+            return any(row["model"] == model for row in read_csv(self.output / name))
+        at = Cell(1, "fp16") if stage == AUTOTUNED else Cell.of(stage)
+        rows = [row for row in read_csv(self.path)
+                if (row["model"], row["batch"], row["dtype"]) == (model, str(at.batch), at.dtype)
+                and (row["column"] in (AUTOTUNED, BESIDE)) == (stage == AUTOTUNED)]  # fmt: skip
+        wanted = AUTOTUNED if stage == AUTOTUNED else "ours"
+        done = any(row["column"] == wanted and row["ms"] for row in rows)
+        return done or bool(rows and not self.again)
+
+    def cell(self, cell: Cell, models: Sequence[str]) -> None:
+        """All models compile at once; then they measure one after another."""
+        began = time.time()
+        until = began + self.left() * _COMPILING
+        running = [self.start(model, self.settings) for model in models]
+        for one in running:
+            tell(one, "build", cell, until)
+        built = self.wait(running, until + _GRACE, cell)
+        print(f"{cell}: {len(built)} compiled after {time.time() - began:.0f} s", flush=True)
+        for one in built:
+            if self.left() < _LEAST:
+                print(f"{one.model}: no time left", flush=True)
+                continue
+            tell(one, "measure", cell)
+            self.receive(one, self.left() + _GRACE, cell, self.path)
+        for one in running:
+            one.pipe.close()
+        for one in running:
+            stop(one)
+
+    def each(self, what: str, cell: Cell, models: Sequence[str], path: Path, *key: str) -> None:
+        """One model after another, each alone on the GPU."""
+        for model in models:
+            if self.left() < _LEAST:
+                return
+            most = self.left()
+            if what == "autotune":
+                most = min(most, self.settings.autotune_seconds + 4 * self.settings.search_seconds)
+            one = self.start(model, self.settings)
+            tell(one, what, cell)
+            self.receive(one, most + _GRACE, cell, path, *key)
+            stop(one)
+
+    def wait(self, running: Sequence[Process], until: float, cell: Cell) -> list[Process]:
+        """Those that are ready to measure; the others are ended."""
+        waiting, built = list(running), []
+        while waiting and (left := until - time.time()) > 0:
+            for pipe in wait([one.pipe for one in waiting], left):
+                one = next(o for o in waiting if o.pipe is pipe)
+                waiting.remove(one)
+                if self.receive(one, 1.0, cell, self.path):
+                    built.append(one)
+        for one in waiting:
+            self.note(self.path, cell, one.model, "did not end compiling in its time")
+            one.process.kill()
+        return [one for one in running if one in built]
+
+    def receive(self, one: Process, seconds: float, cell: Cell, path: Path, *key: str) -> bool:
+        """Writes what a process says; whether it is there for more."""
+        column = AUTOTUNED if key else "fault"
+        if not one.pipe.poll(seconds):
+            self.note(path, cell, one.model, "did not end in its time", column)
+            one.process.kill()
+            return False
+        try:
+            what, said = one.pipe.recv()
+        except (EOFError, OSError):
+            what, said = "fault", "its process ended"
+        if what == "fault":
+            self.note(path, cell, one.model, said, column)
+            return False
+        if said:
+            # All of a model at once: a run that is cut short leaves no half of it.
+            keys = ("model", "batch", "dtype") if path == self.path else ("model",)
+            merge_csv(path, said, *keys, *key)
+        for row in said:
+            print("  ".join(f"{value}"[:600] for value in row.values()), flush=True)
+        return True
+
+    def note(self, path: Path, cell: Cell, model: str, text: str, column: str = "fault") -> None:
+        print(f"{model}: {text}", flush=True)
+        if path == self.path:  # the other files are tried again
+            row = {
+                "model": model, "batch": str(cell.batch), "dtype": cell.dtype, "column": column,
+                "ms": "", "p10_ms": "", "p90_ms": "", "error": "",
+                "detail": json.dumps({"fault": text}),
+            }  # fmt: skip
+            merge_csv(path, [row], "model", "batch", "dtype", "column")
 
 
 _COMPILING = 0.45
-"""Share of the time in which variants are compiled."""
+"""Share of the time that is left in which variants are compiled."""
 _GRACE = 25.0
 """Seconds for what was begun to come to an end."""
-_LEAST = 12.0
-"""Seconds without which no model is begun."""
-
-
-def _wait(running: Sequence[Process], until: float) -> list[Process]:
-    waiting, built = list(running), []
-    while waiting and (left := until - time.time()) > 0:
-        for pipe in wait([one.pipe for one in waiting], left):
-            one = next(o for o in waiting if o.pipe is pipe)
-            waiting.remove(one)
-            try:
-                what, _, said = one.pipe.recv()
-            except (EOFError, OSError):
-                what, said = "fault", ["its process ended"]
-            if what == "built":
-                built.append(one)
-            else:
-                print(f"{one.model}: {said}", flush=True)
-    return [one for one in running if one in built]
-
-
-def _receive(one: Process, path: Path, cell: Cell) -> None:
-    try:
-        what, _, rows = one.pipe.recv()
-    except (EOFError, OSError):
-        what, rows = "fault", ["its process ended"]
-    if what != "rows":
-        _note(path, cell, one.model, str(rows[0]))
-        return
-    for row in rows:
-        add_csv(path, row)
-        what = f"{row['model']:16s} {row['batch']:3d} {row['dtype']} {row['column']:16s}"
-        print(f"{what} {row['ms']:>9s} ms  error {row['error']}  {row['detail'][:600]}", flush=True)
-
-
-def _note(path: Path, cell: Cell, model: str, text: str) -> None:
-    add_csv(path, {
-        "model": model, "batch": cell.batch, "dtype": cell.dtype, "column": "fault", "ms": "",
-        "p10_ms": "", "p90_ms": "", "error": "", "detail": json.dumps({"fault": text}),
-    })  # fmt: skip
+_LEAST = 40.0
+"""Seconds without which nothing is begun."""
 
 
 # --- what came of it -----------------------------------------------------------------------------
@@ -412,10 +625,11 @@ def summary(rows: Sequence[Mapping[str, str]]) -> str:
     for key, of in cells.items():
         if "ours" not in of:
             continue
-        compiled = [of[c] for c in COMPILED if c in of]
-        other = min(v for c, v in of.items() if c != "ours")
-        ratios = [of.get("one stream", 0.0) / of["ours"], min(compiled, default=0.0) / of["ours"],
-                  other / of["ours"]]  # fmt: skip
+        # Each against what was measured in turns with it.
+        ours = {AUTOTUNED: of.get(BESIDE, of["ours"])}
+        over = {c: v / ours.get(c, of["ours"]) for c, v in of.items() if c not in ("ours", BESIDE)}
+        compiled = [over[c] for c in COMPILED if c in over]
+        ratios = [over.get("one stream", 0.0), min(compiled, default=0.0), min(over.values())]
         texts = [f"{of[c]:.3f}" if c in of else "" for c in columns]
         lines.append("| " + " | ".join([*key, *texts, *(f"{r:.2f}" for r in ratios)]) + " |")
         if key[0] in BRANCHING and key[1] == "1":
@@ -450,121 +664,64 @@ def _searched(rows: Sequence[Mapping[str, str]]) -> list[str]:
     ]
 
 
-def replay(name: str, replays: int, output: Path) -> None:
-    """One accelerated model again and again, while memory is taken, filled and given back."""
-    import torch
-
-    worker = Worker(name, Settings(("ours",), 10, 20.0, "list"))
-    cell = Cell(1, "fp16")
-    fast = worker.accelerate(cell, "list", 40.0, {})
-    _, inputs = worker.model_of(cell)
-    wanted = torch.utils._pytree.tree_leaves(fast(*inputs))[0].clone()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved()
-    differences = torch.zeros((), device="cuda", dtype=torch.int64)
-    free, _ = torch.cuda.mem_get_info()
-    taken: list[Any] = []
-    started = time.time()
-    for number in range(replays):
-        if number % 50 == 0:
-            taken = [torch.full((int(free * share / 8),), float("nan"), device="cuda")
-                     for share in (0.2, 0.3, 0.1)]  # fmt: skip
-        elif number % 50 == 25:
-            taken.clear()
-        made = torch.utils._pytree.tree_leaves(fast(*inputs))[0]
-        differences += (made != wanted).any()
-    torch.cuda.synchronize()
-    took = time.time() - started
-    taken.clear()
-    del made
-    torch.cuda.empty_cache()
-    row = {
-        "model": name, "chosen": fast.plans[0].chosen, "replays": replays,
-        "different": int(differences), "reserved_before": before,
-        "reserved_after": torch.cuda.memory_reserved(), "seconds": f"{took:.1f}",
-    }  # fmt: skip
-    add_csv(output / "replays.csv", row)
-    print(row, flush=True)
-
-
-def train(name: str, batch: int, seconds: float, output: Path) -> None:
-    """Forward and backward pass of one model, TF32, as `accelerate_step` compares it."""
-    import torch
-
-    import placewright.torch
-
-    worker = Worker(name, Settings((), 10, seconds, "list"))
-    cell = Cell(batch, "tf32")
-    model, inputs = worker.model_of(cell)
-
-    def loss(outputs: Any) -> Any:
-        flat = torch.utils._pytree.tree_leaves(outputs)
-        return sum(value.square().mean() for value in flat)
-
-    step = placewright.torch.accelerate_step(
-        model.train(), inputs, loss_fn=loss, seconds=seconds, method="list", rounds=15
-    )
-    times = {k: f"{v * 1e3:.4f}" for p in step.fast.plans for k, v in p.seconds.items()}
-    row = {"model": name, "batch": batch, "verdict": step.verdict, "ms": json.dumps(times)}
-    add_csv(output / "training.csv", row)
-    print(row, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default="", help="separated by commas; all when not given")
-    parser.add_argument("--cells", default="1:fp16", help="BATCH:TYPE, separated by commas")
+    parser.add_argument("--stages", default=",".join(STAGES), help="separated by commas")
     parser.add_argument(
         "--columns", default="reduce-overhead,freezing,compile,ours", help="beyond the others"
     )
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--search-seconds", type=float, default=20.0)
     parser.add_argument("--method", default="local-search")
-    parser.add_argument("--seconds", type=float, default=360.0, help="for everything")
-    parser.add_argument("--replays", type=int, default=0, help="of --models, and nothing else")
-    parser.add_argument("--train", type=int, default=0, help="batch of training steps of --models")
+    parser.add_argument("--fusion", default="regions", help="at most")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for this run of the program")
+    parser.add_argument("--autotune-seconds", type=float, default=150.0, help="for each model")
+    parser.add_argument("--replays", type=int, default=10_000)
+    parser.add_argument("--train-batch", type=int, default=32)
+    parser.add_argument("--again", action="store_true", help="what failed, too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--summary", action="store_true", help="of what is there")
     parser.add_argument("--output", type=Path, default=RESULTS / "one_gpu")
     given = parser.parse_args()
-    path = given.output / "one_gpu.csv"
     if given.summary:
-        print(summary(read_csv(path)))
+        print(summary(read_csv(given.output / "one_gpu.csv")))
         return
     import torch
 
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU that PyTorch can use")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needs a GPU that PyTorch can use, or --device cpu for a rehearsal")
+    if given.device == "cpu" and given.output == RESULTS / "one_gpu":
+        raise SystemExit("--device cpu measures nothing to keep: give another --output")
     until = time.time() + given.seconds
-    # Shared by all processes, and of this run alone: what is compiled is compiled by it.
+    # Shared by all processes. Without a folder that stays each run compiles anew.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="one_gpu_"))
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    from benchmarks.one_gpu_models import MODELS
+    from benchmarks.one_gpu_models import BRANCHING, MODELS
 
-    models = given.models.split(",") if given.models else list(MODELS)
+    models = given.models.split(",") if given.models else sorted(MODELS, key=_not_in(BRANCHING))
     unknown = [name for name in models if name not in MODELS]
     if unknown:
         raise SystemExit(f"no model {unknown[0]!r}; there are {', '.join(MODELS)}")
-    if given.replays or given.train:
-        for name in models:
-            if given.replays:
-                replay(name, given.replays, given.output)
-            else:
-                train(name, given.train, given.search_seconds, given.output)
-        return
+    stages = given.stages.split(",")
+    for stage in stages:
+        if stage not in ("replays", "train", AUTOTUNED):
+            Cell.of(stage)
     each = max(2, (os.cpu_count() or 2) // len(models))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(each))
     settings = Settings(
-        tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method
-    )
-    cells = [Cell.of(text) for text in given.cells.split(",")]
-    for number, cell in enumerate(cells):
-        done = {(row["model"], row["batch"], row["dtype"]) for row in read_csv(path)
-                if row["column"] == "ours" and row["ms"]}  # fmt: skip
-        left = [m for m in models if (m, str(cell.batch), cell.dtype) not in done]
-        share = time.time() + (until - time.time()) / (len(cells) - number)
-        if left and share - time.time() > _LEAST:
-            run_cell(cell, left, settings, path, share)
-    print(summary(read_csv(path)))
+        tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method,
+        given.device, given.autotune_seconds, given.replays, given.train_batch, given.fusion,
+    )  # fmt: skip
+    run = Stages(settings, given.output, until, again=given.again)
+    for stage in stages:
+        run.run(stage, models)
+    print(summary(read_csv(run.path)))
+
+
+def _not_in(names: Sequence[str]) -> Callable[[str], bool]:
+    """Sorts these to the front."""
+    return lambda name: name not in names
 
 
 if __name__ == "__main__":

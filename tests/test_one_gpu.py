@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import one_gpu
-from benchmarks.one_gpu_models import BRANCHING, MODELS, NASNet, RandWire, trained
+from benchmarks.common import read_csv
+from benchmarks.one_gpu_models import BRANCHING, MODELS, Example, NASNet, RandWire, trained
 from placewright.backends.pytorch.streams.built import lower
 from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.net import trace
@@ -37,6 +45,198 @@ def test_the_summary_compares_with_the_best_of_the_others() -> None:
     assert "resnet50 1 fp16, 1.000" in said
     assert "squeezenet" not in said
     assert "5.0% in the median of 2 rows" in said
+
+
+def test_max_autotune_is_compared_with_what_was_measured_beside_it() -> None:
+    rows = [
+        row("googlenet", "freezing", 0.75), row("googlenet", "ours", 0.5),
+        row("googlenet", "max-autotune", 0.9), row("googlenet", one_gpu.BESIDE, 1.0),
+    ]  # fmt: skip
+    assert "| 0.00 | 0.90 | 0.90 |" in one_gpu.summary(rows)
+    assert "| 0.00 | 1.50 | 1.50 |" in one_gpu.summary(rows[:2])
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (torch.nn.Conv2d(3, 4, k, padding=k // 2) for k in (1, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.one(x).relu() + self.two(x).relu()
+        return made
+
+
+def test_a_worker_measures_all_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where times mean nothing; without Inductor, which takes long."""
+    monkeypatch.setitem(MODELS, "tiny", Example(Tiny, lambda b: (torch.randn(b, 3, 8, 8),)))
+    compiled = {"compile": {"backend": "eager"}, "max-autotune": {"backend": "eager"}}
+    monkeypatch.setattr(one_gpu, "COMPILED", compiled)
+    settings = one_gpu.Settings(
+        ("compile", "ours"), 2, 6.0, "list", device="cpu", replays=60, fusion="folded"
+    )
+    worker, cell = one_gpu.Worker("tiny", settings), one_gpu.Cell(1, "tf32")
+    rows: dict[str, Any] = {}
+    measure = worker.measure
+
+    def seen(cell: one_gpu.Cell) -> Any:
+        made = measure(cell)
+        rows.update({row["column"]: row for row in made})
+        return made
+
+    monkeypatch.setattr(worker, "measure", seen)
+    worker.compile(cell, "compile", 60)
+    columns = [row["column"] for row in worker.autotune(cell)]
+    assert columns == ["max-autotune", one_gpu.BESIDE]
+    assert set(rows) == {"eager", "one stream", "compile", "max-autotune", "list", "ours"}
+    assert all(float(row["ms"]) > 0 and float(row["error"]) < 1e-5 for row in rows.values())
+    said = json.loads(rows["ours"]["detail"])
+    assert {"one stream", "eager", "compile", "max-autotune"} <= set(said["final_ms"])
+    (row,) = worker.replays(cell)
+    assert (row["replays"], row["different"]) == (60, 0)
+    (row,) = worker.train(cell)
+    assert "ms a call" in row["verdict"]
+    assert torch.backends.cudnn.benchmark  # as long as the process is there
+
+
+@pytest.fixture(autouse=True)
+def _settings_as_before() -> Iterator[None]:
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32
+    yield
+    cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32 = before
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+class Pretend:
+    """A worker that has nothing to measure."""
+
+    done: list[tuple[str, str]] = []  # noqa: RUF012
+    """What was asked of which model, by all of them."""
+    hangs = threading.Event()
+
+    def __init__(self, name: str, settings: one_gpu.Settings) -> None:
+        if name == "broken":
+            raise RuntimeError("no such model")
+        self.name = name
+
+    def build(self, cell: one_gpu.Cell, until: float) -> list[Any]:
+        assert until < time.time() + 1000
+        self.done.append(("build", self.name))
+        return []
+
+    def measure(self, cell: one_gpu.Cell) -> list[Any]:
+        self.done.append(("measure", self.name))
+        if self.name == "slow":
+            self.hangs.wait(20)
+        return [self.row(cell, "eager", "2.0"), self.row(cell, "ours", "1.0")]
+
+    def autotune(self, cell: one_gpu.Cell) -> list[Any]:
+        self.done.append(("autotune", self.name))
+        return [self.row(cell, "max-autotune", "0.9"), self.row(cell, one_gpu.BESIDE, "0.8")]
+
+    def replays(self, cell: one_gpu.Cell) -> list[Any]:
+        self.done.append(("replays", self.name))
+        return [{"model": self.name, "different": 0}]
+
+    def row(self, cell: one_gpu.Cell, column: str, ms: str) -> dict[str, Any]:
+        return {"model": self.name, "batch": cell.batch, "dtype": cell.dtype, "column": column,
+                "ms": ms, "p10_ms": "", "p90_ms": "", "error": "", "detail": "{}"}  # fmt: skip
+
+
+class Threaded(threading.Thread):
+    def kill(self) -> None:
+        Pretend.hangs.set()
+
+
+def start(name: str, settings: one_gpu.Settings) -> one_gpu.Process:
+    ours, theirs = Pipe()
+    thread = Threaded(
+        target=one_gpu.serve, args=(Pretend, name, settings, theirs), daemon=True
+    )  # fmt: skip
+    thread.start()
+    return one_gpu.Process(name, thread, ours)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    monkeypatch.setattr(one_gpu, "_GRACE", 0.3)
+    monkeypatch.setattr(one_gpu, "_LEAST", 0.0)
+    Pretend.done.clear()
+    Pretend.hangs.clear()
+    yield Pretend.done
+    Pretend.hangs.set()
+
+
+def stages(folder: Path, seconds: float = 500.0, again: bool = False) -> one_gpu.Stages:
+    settings = one_gpu.Settings(("ours",), 2, 1.0, "list")
+    until = time.time() + seconds
+    return one_gpu.Stages(settings, folder, until, again=again, start=start)
+
+
+def test_what_is_there_is_not_measured_again(tmp_path: Path, asked: list[tuple[str, str]]) -> None:
+    names = ("1:fp16", "8:tf32", "replays", "max-autotune")
+    for stage in names:
+        stages(tmp_path).run(stage, ["one", "two"])
+    # No model measures while another compiles, and what is not compiled together is alone.
+    assert sorted(asked[:2]) == [("build", "one"), ("build", "two")]
+    assert asked[2:4] == [("measure", "one"), ("measure", "two")]
+    assert asked[8:] == [
+        ("replays", "one"), ("replays", "two"), ("autotune", "one"), ("autotune", "two")
+    ]  # fmt: skip
+    before = len(asked)
+    for stage in names:
+        stages(tmp_path).run(stage, ["one", "two"])
+    assert len(asked) == before
+    rows = read_csv(tmp_path / "one_gpu.csv")
+    assert len(rows) == 2 * (2 + 2 + 2)
+    stages(tmp_path).run("1:fp16", ["one", "three"])
+    assert asked[before:] == [("build", "three"), ("measure", "three")]
+    assert read_csv(tmp_path / "one_gpu.csv")[: len(rows)] == rows
+
+
+def test_what_fails_is_noted_and_tried_again_on_request(
+    tmp_path: Path, asked: list[tuple[str, str]]
+) -> None:
+    stages(tmp_path).run("1:fp16", ["broken", "one"])
+    first, *others = read_csv(tmp_path / "one_gpu.csv")
+    assert first["column"] == "fault"
+    assert "no such model" in first["detail"]
+    assert [r["column"] for r in others] == ["eager", "ours"]
+    assert stages(tmp_path).has("1:fp16", "broken")
+    assert not stages(tmp_path, again=True).has("1:fp16", "broken")
+    assert stages(tmp_path, again=True).has("1:fp16", "one")
+    stages(tmp_path).run("max-autotune", ["broken"])
+    assert stages(tmp_path).has("max-autotune", "broken")
+
+
+def test_stages_end_in_time(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages(tmp_path, seconds=0.5).run("1:fp16", ["slow", "one"])
+    said = {row["model"]: row["detail"] for row in read_csv(tmp_path / "one_gpu.csv")}
+    assert "did not end in its time" in said["slow"]
+    assert ("measure", "one") not in asked  # there was no time left for it
+    monkeypatch.setattr(one_gpu, "_LEAST", 40.0)
+    count = len(asked)
+    stages(tmp_path, seconds=30.0).run("1:fp16", ["one"])
+    assert len(asked) == count
+
+
+def test_what_takes_too_long_is_ended() -> None:
+    until = time.monotonic() + 20
+
+    def tries_one_kernel_after_another() -> None:
+        while time.monotonic() < until:
+            with contextlib.suppress(Exception):
+                time.sleep(0.01)
+
+    with pytest.raises(one_gpu.TooLongError), one_gpu.limited(0.05):
+        tries_one_kernel_after_another()
+    assert time.monotonic() < until
+    with one_gpu.limited(5):
+        pass
 
 
 def test_cells_are_a_batch_and_a_type() -> None:
@@ -70,12 +270,17 @@ def test_models_have_branches(model: object, size: int) -> None:
     assert work.critical_seconds < 0.8 * work.total_seconds
 
 
+def small(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A corner of what is a picture: there is nothing that needs all of it."""
+    return [value[..., :16, :16] if value.dim() == 4 else value for value in inputs]
+
+
 @pytest.mark.parametrize("name", ["detection_head", "recommender"])
 def test_outputs_depend_on_inputs(name: str) -> None:
     torch.manual_seed(0)
     model = trained(name)
     with torch.no_grad():
-        a, b = (torch.utils._pytree.tree_leaves(model(*MODELS[name].inputs(2)))[-1]
+        a, b = (torch.utils._pytree.tree_leaves(model(*small(MODELS[name].inputs(2))))[-1]
                 for _ in range(2))  # fmt: skip
     assert torch.isfinite(a).all()
     assert float((a - b).norm() / a.norm()) > 0.05

@@ -176,6 +176,33 @@ def test_calls_from_other_streams_do_not_mix() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def test_graphs_share_no_workspace_with_what_is_captured_later() -> None:
+    """Products on several streams; then torch.compile captures, which gives workspaces back, and
+    what else is computed gets their memory."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = nn.ModuleList(nn.Linear(4096, 512) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([one(x).tanh() for one in self.all]).sum(0)
+
+    torch.manual_seed(0)
+    model = Products().eval().cuda().half()
+    x = torch.randn(8, 4096, device="cuda").half()
+    fast = fast_of(model, x, fusion=Fusion.NONE)
+    compiled = torch.compile(nn.Linear(64, 64).cuda(), mode="reduce-overhead")
+    with torch.no_grad():
+        wanted = fast(x)
+        for _ in range(3):
+            compiled(torch.randn(8, 64, device="cuda"))
+        torch.cuda.synchronize()
+        ones = [torch.ones(1 << 20, device="cuda") for _ in range(256)]
+        assert all(torch.equal(fast(x), wanted) for _ in range(20))
+        assert all(bool((one == 1).all()) for one in ones)
+
+
 def test_a_plan_is_applied_again(tmp_path: Path) -> None:
     model, x = mixed()
     fast = fast_of(model, x)

@@ -12,8 +12,10 @@ import pytest
 from placewright import Cluster, Problem, ProblemConfig, make_problem, place
 from placewright.budget import Budget
 from placewright.report import write_report
+from placewright.report.streams import write_streams_report
 from placewright.testing import layered_graph
 from tests.report.conftest import EVIL
+from tests.report.test_streams_page import made_up
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -253,3 +255,38 @@ def test_a_large_run_stays_small_and_works(browser: Any, tmp_path: Path) -> None
     opened.page.locator("#op-list li.hit").first.wait_for()
     opened.check_quiet()
     opened.page.close()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_streams_of_one_gpu(browser: Any, tmp_path: Path, captured: bool) -> None:
+    plan, lines = made_up()
+    path = write_streams_report(
+        tmp_path / "s.html", plan, lines if captured else None, model=EVIL, device="a GPU"
+    )
+    opened = Opened(browser, path)
+    page = opened.page
+    assert page.title() == f"{EVIL} on a GPU - Placewright"
+    assert page.locator("h1").first.inner_text() == "500.0 µs per call, measured"
+    assert page.locator("img").count() == 0
+    assert page.locator("#methods .main-svg").count() > 0
+    assert "does not work" in page.locator("#why").inner_text()
+    for chart in ("#gantt-0", "#gantt-1", "#load"):
+        assert (page.locator(f"{chart} .main-svg").count() > 0) == captured, chart
+    assert page.locator("#memory, #graph, #search").count() == 0
+    if captured:
+        assert page.locator("h1").nth(1).inner_text() == "300.0 µs per call, expected"
+        page.evaluate(
+            "Plotly.relayout(document.getElementById('gantt-0'), {'xaxis.range': [100, 200]})"
+        )
+        page.wait_for_function(
+            "() => document.getElementById('gantt-1').layout.xaxis.range[1] === 200"
+        )
+        page.evaluate(
+            "Plotly.Fx.hover(document.getElementById('gantt-0'),"
+            " [{curveNumber: 0, pointNumber: 2}])"
+        )
+        label = page.locator("#gantt-0 .hoverlayer .hovertext").first
+        label.wait_for(state="attached")
+        assert "<script>" in (label.text_content() or "")
+    opened.check_quiet()
+    page.close()

@@ -11,7 +11,7 @@ import torch
 from placewright.acceleration.config import AccelerateConfig
 from placewright.acceleration.modules import accelerated
 from placewright.backends.pytorch.streams.accelerated import Accelerated
-from placewright.backends.pytorch.streams.device import Device, Gpu
+from placewright.backends.pytorch.streams.device import Device, Gpu, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +80,26 @@ def on_first_call(
     """Searches when the graph is first called: only then are there real tensors, and no tracing
     that would take the search for part of the model."""
     made: list[tuple[_Closed, Accelerated]] = []
+    turns = Turns()
 
-    def call(*args: Any) -> Any:
-        for closed, fast in made:
-            if closed.holds(args):
-                return fast(*[args[number] for number in closed.free])
-        if len(made) >= config.most_shapes:
-            return graph(*args)
+    def find(args: Sequence[Any]) -> tuple[_Closed, Accelerated] | None:
+        found = next((one for one in made if one[0].holds(args)), None)
+        if found is not None or len(made) >= config.most_shapes:
+            return found
         # torch.compile calls one graph for all modules of the same code, with the parameters of
         # each: what was found for the first is applied to the others.
         known = made[0][1].plans if made else ()
         closed = _Closed(graph, args)
-        fast = accelerated(closed, device, config, known=known, strict=False)
+        fast = accelerated(closed, device, config, known=known, strict=False, turns=turns)
         made.append((closed, fast))
+        return made[-1]
+
+    def call(*args: Any) -> Any:
+        with turns.lock:
+            found = find(args)
+        if found is None:
+            return graph(*args)
+        closed, fast = found
         return fast(*[args[number] for number in closed.free])
 
     return call

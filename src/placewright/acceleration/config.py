@@ -17,6 +17,8 @@ from placewright.errors import SearchError
 EAGER, ONE, STREAMS = "eager", "one stream", "streams"
 PLAIN = "one stream, plain"
 """The module as it is, captured: what streams and fused kernels are compared with."""
+PLAIN_STREAMS = "streams, plain"
+"""The module's own ops on streams, by list scheduling alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class AccelerateConfig:
     most_shapes: int = 8
     """Shapes of inputs that are captured; further ones run as the module itself."""
     memory_bytes: float = math.inf
-    """For what is computed on the way, in one call."""
+    """For what is computed on the way, in one call: counted over all streams together. As none can
+    have what another gave back, more than that may be taken from the GPU."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= 16:
@@ -56,6 +59,11 @@ class AccelerateConfig:
         if self.fusion not in set(Fusion):
             raise SearchError(f"fusion is {self.fusion!r}; there are {', '.join(Fusion)}")
         object.__setattr__(self, "fusion", Fusion(self.fusion))  # its text will do
+
+
+def name_of(device: Device) -> str:
+    """For people."""
+    return torch.cuda.get_device_name(device.index) if isinstance(device, Gpu) else device.kind
 
 
 def device_of(model: torch.nn.Module, example: Inputs, config: AccelerateConfig) -> Device | None:

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from placewright.acceleration.config import ONE, AccelerateConfig, device_of
+from placewright.acceleration.config import ONE, AccelerateConfig, device_of, name_of
 from placewright.acceleration.task import SearchTask
 from placewright.backends.pytorch.exporting import Inputs
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
-from placewright.backends.pytorch.streams.device import Device, Gpu
+from placewright.backends.pytorch.streams.device import Device, Turns
 from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.plan import StreamPlan
-from placewright.backends.pytorch.streams.schedule import (
-    one_stream,
-)
-from placewright.errors import ClusterError, PlacementError, SearchError
+from placewright.backends.pytorch.streams.schedule import one_stream
+from placewright.errors import ClusterError, SearchError
+from placewright.report.streams import write_streams_report
 
 
 def accelerate(
@@ -58,8 +56,9 @@ def accelerate(
             f"{type(model).__name__} is not on a CUDA device, and only there are streams; move it "
             "there, or pass without_cuda='model' to run it as it is"
         )
-    known = plans.load(plan) if isinstance(plan, str | Path) else tuple(plan or ())
-    fast = accelerated(model, device, config, candidates=dict(candidates or {}), known=known)
+    fast = accelerated(
+        model, device, config, candidates=dict(candidates or {}), known=plans.given(plan)
+    )
     fast.prepare(example.args, example.kwargs)
     return fast
 
@@ -72,37 +71,34 @@ def accelerated(
     candidates: Mapping[str, Callable[..., Any]] | None = None,
     known: Sequence[StreamPlan] = (),
     strict: bool = True,
+    turns: Turns | None = None,
 ) -> Accelerated:
     """The callable, before it has seen inputs. `strict`: a known plan for these inputs that does
-    not fit is an error, and no reason to search."""
+    not fit is an error, and no reason to search. `turns` are those of others on this device."""
 
     def make(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        # Several where arguments differ that are no tensors: then the groups tell.
-        fitting = [p for p in known if p.inputs == plans.forms_of(leaves)]
         task = SearchTask(
             model=model, device=device, config=config, candidates=dict(candidates or {}),
             args=tuple(args), kwargs=dict(kwargs),
         )  # fmt: skip
-        for number, found in enumerate(fitting, start=1):
-            try:
-                return task.apply(found)
-            except PlacementError:
-                if strict and number == len(fitting):
-                    raise
-        return task.search()
+        return task.run(known, strict=strict)
 
-    name = torch.cuda.get_device_name(device.index) if isinstance(device, Gpu) else device.kind
-    return Accelerated(model, make, device=name, most_shapes=config.most_shapes)
+    return Accelerated(
+        model, make, device=name_of(device), most_shapes=config.most_shapes, turns=turns,
+        reporter=write_streams_report,
+    )  # fmt: skip
 
 
 def plain_schedules(
-    model: torch.nn.Module, inputs: object, config: AccelerateConfig
+    model: torch.nn.Module,
+    inputs: object,
+    config: AccelerateConfig,
+    device: Device | None = None,
 ) -> tuple[dict[str, Callable[[Sequence[Any]], Any]], dict[str, float]]:
     """The module's own ops, nothing fused: captured on one stream, and on several by list
     scheduling. What takes the flat inputs, and the seconds of a replay of each."""
     example = Inputs.of(inputs)
-    device = device_of(model, example, config)
+    device = device or device_of(model, example, config)
     if device is None:
         raise ClusterError(f"{type(model).__name__} is not on a CUDA device")
     task = SearchTask(

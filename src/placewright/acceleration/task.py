@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from placewright.acceleration.config import EAGER, ONE, PLAIN, STREAMS, AccelerateConfig
+from placewright.acceleration.config import (
+    EAGER,
+    ONE,
+    PLAIN,
+    PLAIN_STREAMS,
+    STREAMS,
+    AccelerateConfig,
+)
 from placewright.acceleration.trials import Option, improve, schedules, trial
 from placewright.backends.pytorch.exporting import first_line
+from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.outputs import opened
 from placewright.backends.pytorch.streams import kernels
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Entry
 from placewright.backends.pytorch.streams.built import Built, Lowered, build, lower
-from placewright.backends.pytorch.streams.device import Device, forget_memory
+from placewright.backends.pytorch.streams.device import Device, Gpu, forget_memory
 from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
 from placewright.backends.pytorch.streams.plan import StreamPlan
@@ -68,10 +77,39 @@ class SearchTask:
     def left(self) -> float:
         return self.config.seconds - (time.monotonic() - self.started)
 
+    def run(self, known: Sequence[StreamPlan] = (), *, strict: bool = True) -> Entry:
+        """Applies a plan that is known for these inputs, or searches. `strict`: one that does not
+        fit is an error, and no reason to search."""
+        forms = plans.forms_of(pytree.tree_leaves((self.args, self.kwargs)))
+        # Several where arguments differ that are no tensors: then the groups tell.
+        fitting = [plan for plan in known if plan.inputs == forms]
+        for number, plan in enumerate(fitting, start=1):
+            try:
+                return self.apply(plan)
+            except PlacementError:
+                if strict and number == len(fitting):
+                    raise
+        return self.search()
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Of what runs meanwhile nothing is left: random numbers go on as if it had not, and what
+        is made can be written to by calls that are not in inference mode."""
+        devices = [self.device.index] if isinstance(self.device, Gpu) else []
+        with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
+            yield
+
     # --- again ---
 
     def apply(self, plan: StreamPlan) -> Entry:
         """What a plan says, without a search."""
+        with self._apart():
+            try:
+                return self._apply(plan)
+            except (torch.cuda.OutOfMemoryError, OverLimitError) as fault:
+                raise UnsuitableError(first_line(fault)) from None
+
+    def _apply(self, plan: StreamPlan) -> Entry:
         if not plan.on_streams:
             if plan.chosen not in (EAGER, *self.candidates):
                 raise PlacementError(
@@ -84,11 +122,18 @@ class SearchTask:
                 f"the plan was made for other groups ({plan.fingerprint}, here "
                 f"{lowered.fingerprint}); was it another model, or another version of torch?"
             )
-        runs = [
-            kernels.make(group, name)
-            for group, name in zip(lowered.grouped.groups, plan.kernels, strict=True)
-        ]
+        runs = []
+        for group, name in zip(lowered.grouped.groups, plan.kernels, strict=True):
+            there = kernels.names_for(group, self.device.kind)
+            if name not in there:
+                raise PlacementError(
+                    f"the plan has kernel {name!r} for {group.name}; there are {', '.join(there)}"
+                )
+            runs.append(kernels.make(group, name))
         before = lowered.grouped.before
+        place = {number: i for i, number in enumerate(plan.order)}
+        if any(place[b] > place[number] for number in place for b in before[number]):
+            raise PlacementError("the plan issues a group before one that it waits for")
         work = Work(seconds=plan.group_seconds, before=before, demand=plan.group_demand)
         schedule = timed(work, plan.streams, plan.order)
         tuned = Tuned(names=plan.kernels, runs=tuple(runs), seconds=plan.group_seconds)
@@ -98,6 +143,10 @@ class SearchTask:
     # --- the first time ---
 
     def search(self) -> Entry:
+        with self._apart():
+            return self._search()
+
+    def _search(self) -> Entry:
         options: list[Option] = []
         for fusion in self._fusions():
             try:
@@ -112,9 +161,12 @@ class SearchTask:
             if math.isfinite(option.seconds):
                 options.append(option)
             else:
-                self.notes.append(f"fusion {fusion}: does not fit into the memory")
+                self.notes.append(f"fusion {fusion}: {option.fault}")
         if not options:
             raise UnsuitableError(self.notes[0] if self.notes else "nothing could be captured")
+        plain = self._plain(options)
+        if plain is not None and self.config.fusion is not Fusion.NONE:
+            self._list_plain(plain)
         best = min(options, key=lambda option: option.seconds)
         if best.schedule.num_streams > 1 and self.config.method != "list" and self.left() > 5:
             improve(best, self.device, self.config, min(self.left() * _SEARCHED, self.left() - 3))
@@ -152,6 +204,28 @@ class SearchTask:
             self._try(option, made, "simulated")
         return option
 
+    def _plain(self, options: Sequence[Option]) -> Option | None:
+        return next((o for o in options if o.lowered.fusion is Fusion.NONE), None)
+
+    def _list_plain(self, option: Option) -> None:
+        """The module's own ops on streams: fused ones are not faster where groups are joined that
+        would have run side by side, and need not be where calls take longer than kernels do."""
+        if not schedules(option.work, 2):  # a chain, whatever its ops take
+            return
+        grouped, given = option.lowered.grouped, option.lowered.given
+        try:
+            with self.device.settings():
+                tuned = self.tuner.tune(grouped, given, Fusion.NONE, demand=False)
+        except Exception as fault:  # of a library, or too little memory: there are other options
+            self.notes.append(f"{PLAIN_STREAMS}: {first_line(fault)}")
+            return
+        option.tuned, option.work = tuned, tuned.work(grouped)
+        option.schedule = one_stream(option.work)
+        for schedule in schedules(option.work, self.config.streams):
+            if self.left() < 0.2 * self.config.seconds:
+                break
+            self._try(option, schedule, "list")
+
     def _try(self, option: Option, schedule: Schedule, how: str) -> float:
         seconds = trial(option, self.device, schedule)
         option.trials += 1
@@ -186,9 +260,11 @@ class SearchTask:
         add(STREAMS if many else ONE, best, best.schedule)
         if many:
             add(ONE, best, one_stream(best.work))
-        plain = next((o for o in options if o.lowered.fusion is Fusion.NONE), None)
+        plain = self._plain(options)
         if plain is not None and plain is not best:
             add(PLAIN, plain, one_stream(plain.work))
+            if plain.schedule.num_streams > 1:
+                add(PLAIN_STREAMS, plain, plain.schedule)
         calls[EAGER] = lambda: self.model(*self.args, **self.kwargs)
         for name, call in self.candidates.items():
             calls[name] = lambda call=call: call(*self.args, **self.kwargs)  # type: ignore[misc]
@@ -248,7 +324,7 @@ class SearchTask:
         options: Sequence[Option],
     ) -> StreamPlan:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        plain = next((o for o in options if o.lowered.fusion is Fusion.NONE), None)
+        plain = self._plain(options)
         plan = StreamPlan(
             inputs=plans.forms_of(leaves), chosen=chosen, seconds=dict(seconds),
             notes=tuple(dict.fromkeys((*self.notes, *self.tuner.notes))),
@@ -280,9 +356,11 @@ class SearchTask:
         )
 
     def _entry(self, plan: StreamPlan, option: Option, built: Built) -> Entry:
+        device = self.device  # all that is kept of this task
+
         def timelines() -> Timelines:
-            with self.device.settings():
-                measured = self.device.trace(
+            with device.settings():
+                measured = device.trace(
                     option.lowered.grouped, option.tuned.runs, built.schedule, option.lowered.given
                 )
             return Timelines.of(plan.groups, plan.kernels, built.schedule, measured)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from placewright.acceleration.config import AccelerateConfig, device_of
+from placewright.acceleration.config import AccelerateConfig, device_of, name_of
 from placewright.acceleration.task import SearchTask
 from placewright.backends.pytorch.exporting import Inputs, Loss, Task, loss_of
+from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.device import Device
 from placewright.backends.pytorch.streams.net import UnsuitableError
+from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.training import trace_step
 from placewright.errors import ClusterError
+from placewright.report.streams import write_streams_report
 
 
 class TrainStep:
@@ -34,6 +38,10 @@ class TrainStep:
     def verdict(self) -> str:
         """What was gained, in a sentence."""
         return self.fast.verdict
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plans, for `placewright.torch.accelerate_step(..., plan=path)`."""
+        self.fast.save(path)
 
     def __call__(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         given = self._task.targets if targets is None else targets
@@ -103,6 +111,7 @@ def accelerate_step(
     loss_fn: Loss | None = None,
     targets: Any = (),
     config: AccelerateConfig | None = None,
+    plan: str | Path | Sequence[StreamPlan] | None = None,
     **settings: Any,
 ) -> TrainStep:
     """Forward and backward pass on the streams of one GPU, captured: gradients of weights beside
@@ -114,6 +123,7 @@ def accelerate_step(
         loss_fn: makes the loss from the outputs and the targets; without, the outputs have it.
         targets: further arguments of `loss_fn`, as examples: a tuple of them, or the only one.
         config: how to search; or give its fields as further keywords.
+        plan: what `save` wrote, or plans: applied without a search.
     """
     config = replace(config or AccelerateConfig(), copy_outputs=False, **settings)
     example = Inputs.of(inputs)
@@ -123,8 +133,8 @@ def accelerate_step(
             f"{type(model).__name__} is not on a CUDA device, and only there are streams; "
             "move it there"
         )
-    step = train_step(model, device, config, Task(train=True, loss_fn=loss_fn, targets=targets),
-                      example)  # fmt: skip
+    task = Task(train=True, loss_fn=loss_fn, targets=targets)
+    step = train_step(model, device, config, task, example, known=plans.given(plan))
     step.fast.prepare((example.args, dict(example.kwargs), step._task.targets), {})
     return step
 
@@ -135,6 +145,8 @@ def train_step(
     config: AccelerateConfig,
     task: Task,
     example: Inputs,
+    *,
+    known: Sequence[StreamPlan] = (),
 ) -> TrainStep:
     """The step, before it is searched for."""
     parameters = dict(model.named_parameters())
@@ -160,9 +172,13 @@ def train_step(
         )  # fmt: skip
         saved = [buffer.clone() for buffer in buffers.values()]
         try:
-            return search.search()
+            return search.run(known)
         finally:  # the trials were no steps
             for buffer, before in zip(buffers.values(), saved, strict=True):
                 buffer.copy_(before)
 
-    return TrainStep(model, task, parts, Accelerated(eager, make, most_shapes=config.most_shapes))
+    fast = Accelerated(
+        eager, make, name=type(model).__name__, device=name_of(device),
+        most_shapes=config.most_shapes, reporter=write_streams_report,
+    )  # fmt: skip
+    return TrainStep(model, task, parts, fast)

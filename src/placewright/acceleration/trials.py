@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from placewright import methods
 from placewright.acceleration.config import AccelerateConfig
 from placewright.backends.pytorch.exporting import first_line
@@ -58,6 +56,8 @@ class Option:
     """Of replays alone, measured."""
     one_stream_seconds: float = math.inf
     trials: int = 0
+    fault: str = ""
+    """Why the last trial that failed did."""
     found: dict[str, float] = field(default_factory=dict)
     """What each way of searching has found: seconds of its best."""
 
@@ -83,8 +83,9 @@ def trial(option: Option, device: Device, schedule: Schedule) -> float:
                 option.lowered.grouped, option.tuned.runs, schedule, option.lowered.given
             )
             return statistics.median(device.times([ready.replay], _TRIAL_ROUNDS)[0])
-    except (torch.cuda.OutOfMemoryError, OverLimitError) as fault:
-        logger.info("a trial did not run: %s", first_line(fault))
+    except (RuntimeError, OverLimitError) as fault:  # memory, or what a library cannot capture
+        option.fault = first_line(fault)
+        logger.info("a trial did not run: %s", option.fault)
         return math.inf
 
 

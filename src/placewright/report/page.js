@@ -4,6 +4,8 @@
 (() => {
 const D = JSON.parse(document.getElementById("data").textContent);
 const RUNS = D.runs, TWO = RUNS.length > 1;
+/* What a page of another kind says instead. */
+const say = (key, usual) => D.words && key in D.words ? D.words[key] : usual;
 const page = document.getElementById("page");
 
 /* --- small helpers -------------------------------------------------------------------------- */
@@ -131,7 +133,7 @@ const redraw = () => Promise.all(drawn.map(draw => draw()));
 
 /* --- answer --------------------------------------------------------------------------------- */
 const answer = () => {
-  page.append(el("header", {}, el("div", {class: "brand"}, "Placewright", el("span", {}, "placement report")), links, themeButton));
+  page.append(el("header", {}, el("div", {class: "brand"}, "Placewright", el("span", {}, say("kind", "placement report"))), links, themeButton));
   const heroes = el("div", {class: "heroes", id: "answer"});
   page.append(heroes);
   RUNS.forEach((run, i) => {
@@ -139,7 +141,7 @@ const answer = () => {
     if (TWO) eyebrow.append(el("i", {style: `background:${i ? "var(--second)" : "var(--accent)"}`}), run.name + " · ");
     eyebrow.append(`${run.model} on ${run.cluster}`);
     const headline = run.step === null ? el("h1", {}, "Nothing ran")
-      : el("h1", {}, seconds(run.step), el("small", {}, " per step" + (run.measured ? ", measured" : ", simulated")));
+      : el("h1", {}, seconds(run.step), el("small", {}, say("per", " per step") + (run.measured ? ", measured" : say("per") ? ", expected" : ", simulated")));
     heroes.append(el("div", {class: "hero"}, eyebrow, headline, el("p", {class: "answer"}, run.answer),
       ...(run.basis ? [el("p", {class: "basis"}, run.basis)] : []),
       el("div", {class: "tiles"}, ...run.tiles.map(t =>
@@ -162,7 +164,7 @@ const comparison = () => {
 /* --- methods and progress ------------------------------------------------------------------- */
 const methods = () => {
   linked("methods", "Methods");
-  const {node} = section("methods", "Every method", RUNS.some(run => run.step !== null) ? "Step time of the best placement each one found." + (RUNS.some(run => run.bound > 0) ? " The dashed line is a lower bound that no placement can beat." : "") : "None found a placement that runs.");
+  const {node} = section("methods", say("methodsTitle", "Every method"), D.words ? say("methodsNote") : RUNS.some(run => run.step !== null) ? "Step time of the best placement each one found." + (RUNS.some(run => run.bound > 0) ? " The dashed line is a lower bound that no placement can beat." : "") : "None found a placement that runs.");
   const ran = run => run.methods.filter(m => m.seconds !== null);
   const names = [...new Set(RUNS.flatMap(run => ran(run).map(m => m.method)))];
   const time = name => Math.min(...RUNS.flatMap(r => ran(r).filter(m => m.method === name).map(m => m.seconds)));
@@ -174,19 +176,19 @@ const methods = () => {
       const rows = ran(run);
       const fastest = Math.min(...rows.map(m => m.seconds));
       return {
-        type: "bar", orientation: "h", name: esc(run.name), y: rows.map(m => m.method), x: rows.map(m => m.seconds * scale),
+        type: "bar", orientation: "h", name: esc(run.name), y: rows.map(m => esc(m.method)), x: rows.map(m => m.seconds * scale),
         marker: {color: rows.map(m => TWO || m.seconds === fastest ? runColour(i) : css("--bar")), cornerradius: 3},
         text: rows.map(m => `  ${seconds(m.seconds)}` + (run.single ? `  ·  ${(run.single / m.seconds).toFixed(2)}×` : "")),
         textposition: "outside", cliponaxis: false, textfont: {color: css("--soft")},
-        customdata: rows.map(m => `<b>${esc(m.method)}</b><br>${seconds(m.seconds)} per step<br>${count(m.trials, "trial")}` + (m.search === null ? "" : ` in ${m.search.toFixed(1)} s`)),
+        customdata: rows.map(m => `<b>${esc(m.method)}</b><br>${seconds(m.seconds)}${say("per", " per step")}` + (m.trials ? `<br>${count(m.trials, "trial")}` : "") + (m.search === null ? "" : ` in ${m.search.toFixed(1)} s`)),
         hovertemplate: "%{customdata}" + ALSO,
       };
     });
     const shapes = RUNS.map((run, i) => ({visible: run.bound > 0, type: "line", x0: run.bound * scale, x1: run.bound * scale, yref: "paper", y0: 0, y1: 1,
       line: {color: TWO ? runColour(i) : css("--ink"), width: 1.2, dash: "dot"}}));
     return {data, shapes, barmode: "group", bargap: 0.32, margin: {l: 8, r: 110, t: 8, b: 8},
-      xaxis: {title: {text: `time of one step (${unit})`}, rangemode: "tozero", fixedrange: true},
-      yaxis: {categoryorder: "array", categoryarray: names, autorange: "reversed", fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
+      xaxis: {title: {text: `time of one ${say("methodsUnit", "step")} (${unit})`}, rangemode: "tozero", fixedrange: true},
+      yaxis: {categoryorder: "array", categoryarray: names.map(esc), autorange: "reversed", fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
   });
   const without = RUNS.flatMap(run => run.methods.filter(m => m.seconds === null).map(m => [run, m]));
   if (without.length) {
@@ -391,8 +393,8 @@ const afterwards = [];
 const timelines = () => {
   if (!RUNS.some(run => run.gantt)) return;
   linked("timeline", "Timeline");
-  const {node} = section("timeline", "One step, moment by moment", (RUNS.some(run => run.measured) ? "As simulated, also where step times were measured: see the top of the page. " : "") + "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
-  const path = () => [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")];
+  const {node} = section("timeline", say("timelineTitle", "One step, moment by moment"), D.words ? say("timelineNote") : (RUNS.some(run => run.measured) ? "As simulated, also where step times were measured: see the top of the page. " : "") + "Ops on their devices, transfers on their links (coloured by where they come from). Drag to zoom in, double-click to zoom out.");
+  const path = () => !RUNS.some(run => run.gantt && run.gantt.path.length) ? [] : [el("span", {}, el("i", {class: "path"}), "critical path: what the step waits for")];
   if (SAME) node.append(legend(RUNS[0], path()));
   const longest = Math.max(...RUNS.map(run => run.gantt ? run.gantt.step : 0));
   const [scale, unit] = timeUnit(longest);
@@ -401,14 +403,14 @@ const timelines = () => {
     if (!run.gantt) return;
     if (TWO) node.append(el("h3", {}, run.name));
     if (!SAME) node.append(legend(run, path()));
-    const t = run.gantt, hues = colours(run), D_ = run.devices.length;
+    const t = run.gantt, names = t.names || run.graph.names, hues = colours(run), D_ = run.devices.length;
     const box = plot(node, 70 + 27 * t.rows.length, () => {
       const data = [];
       const bars = (rows, colour, text) => data.push({type: "bar", orientation: "h", y: rows.map(r => r[0]), base: rows.map(r => r[1] * scale), x: rows.map(r => r[2] * scale),
         width: 0.74, marker: {color: rows.map(colour), line: {width: 0}}, customdata: rows.map(text), hovertemplate: "%{customdata}" + ALSO});
       const when = r => `${seconds(r[2])}, from ${seconds(r[1])}`;
       bars(t.ops, (r, k) => shade(hues[t.rows[r[0]].device], k % 2 ? 0.22 : 0),
-        r => `<b>${r[3] < 0 ? "several groups" : esc(run.graph.names[r[3]])}</b><br>${count(r[4], "op")} on ${esc(t.rows[r[0]].label)}<br>${when(r)}`);
+        r => `<b>${r[3] < 0 ? "several groups" : esc(names[r[3]])}</b><br>${count(r[4], say("things", "op"))} on ${esc(t.rows[r[0]].label)}<br>${when(r)}`);
       bars(t.transfers, r => r[3] < 0 ? css("--bar") : hues[Math.floor(r[3] / D_)],
         r => `<b>${r[3] < 0 ? "several" : esc(run.devices[Math.floor(r[3] / D_)].name) + " → " + esc(run.devices[r[3] % D_].name)}</b><br>${count(r[4], "transfer")}, ${bytes(r[5])}<br>${when(r)}`);
       const stay = {x: [], y: []}, move = {x: [], y: []};
@@ -427,6 +429,13 @@ const timelines = () => {
     box.id = "gantt-" + i;
     boxes.push(box);
   });
+  /* Zooming one zooms all. */
+  afterwards.push(() => boxes.forEach(box => box.on("plotly_relayout", event => {
+    const range = event["xaxis.range[0]"] !== undefined ? [event["xaxis.range[0]"], event["xaxis.range[1]"]] : event["xaxis.range"];
+    if (!range || event.linked) return;
+    boxes.filter(other => other !== box).forEach(other => Plotly.relayout(other, {"xaxis.range": [...range], linked: true}));
+  })));
+  if (!RUNS.some(run => run.memory)) return;
   linked("memory", "Memory");
   const memory = section("memory", "Memory over the step", "Share of each device's memory in use. Above the line it would not run.");
   each(memory.node, (run, parent, i) => {
@@ -446,12 +455,6 @@ const timelines = () => {
     box.id = "memory-" + i;
     boxes.push(box);
   });
-  /* Zooming one zooms all. */
-  afterwards.push(() => boxes.forEach(box => box.on("plotly_relayout", event => {
-    const range = event["xaxis.range[0]"] !== undefined ? [event["xaxis.range[0]"], event["xaxis.range[1]"]] : event["xaxis.range"];
-    if (!range || event.linked) return;
-    boxes.filter(other => other !== box).forEach(other => Plotly.relayout(other, {"xaxis.range": [...range], linked: true}));
-  })));
 };
 
 /* --- load and what next --------------------------------------------------------------------- */
@@ -460,18 +463,18 @@ const loads = () => {
     : RUNS[0].load ? [["this placement", RUNS[0].load, 0], ...(RUNS[0].expertLoad ? [["expert", RUNS[0].expertLoad, 1]] : [])] : [];
   if (!sets.length) return;
   linked("load", "Load");
-  const {node} = section("load", "Load of the devices", "What each device does in a step" + (TWO ? "" : ", this placement against the expert's") + ": computing, overhead (issuing ops, gaps between kernels), waiting for transfers, and nothing.");
+  const {node} = section("load", say("loadTitle", "Load of the devices"), D.words ? say("loadNote") : "What each device does in a step" + (TWO ? "" : ", this placement against the expert's") + ": computing, overhead (issuing ops, gaps between kernels), waiting for transfers, and nothing.");
   const devices = [...new Set(RUNS.flatMap(run => run.devices.map(d => d.name)))];
   const names = run => run.devices.map(d => esc(d.name));
   plot(node, 90 + 40 * devices.length, () => {
     const [scale, unit] = timeUnit(Math.max(...sets.flatMap(s => s[1].flat())));
-    const titles = ["computing", "overhead", "waiting", "idle"], data = [], axes = {};
+    const titles = say("loads", ["computing", "overhead", "waiting", "idle"]), data = [], axes = {}, wide = 1.035 / titles.length;
     sets.forEach(([name, rows, k], s) => titles.forEach((title, p) => data.push({
       type: "bar", orientation: "h", name: esc(name), legendgroup: name, showlegend: p === 0, offsetgroup: String(s),
       y: names(RUNS[TWO ? k : 0]), x: rows.map(r => r[p] * scale), xaxis: "x" + (p + 1), yaxis: "y",
       marker: {color: k === 0 ? css("--accent") : TWO ? css("--second") : css("--bar"), cornerradius: 2},
       customdata: rows.map(r => seconds(r[p])), hovertemplate: `<b>%{y}</b>, ${esc(name)}<br>${title} %{customdata}` + ALSO})));
-    titles.forEach((title, p) => { axes["xaxis" + (p + 1)] = {domain: [p * 0.255, p * 0.255 + 0.235], title: {text: `${title} (${unit})`}, rangemode: "tozero", fixedrange: true}; });
+    titles.forEach((title, p) => { axes["xaxis" + (p + 1)] = {domain: [p * wide, (p + 1) * wide - 0.035], title: {text: `${title} (${unit})`}, rangemode: "tozero", fixedrange: true}; });
     return {data, barmode: "group", bargap: 0.35, showlegend: true, legend: {orientation: "h", y: 1.12, x: 0, traceorder: "normal"}, margin: {l: 8, r: 12, t: 24, b: 8},
       ...axes, yaxis: {autorange: "reversed", fixedrange: true, gridcolor: "rgba(0,0,0,0)"}};
   });
@@ -504,9 +507,11 @@ const whatIfs = () => {
 
 const words = () => {
   linked("why", "Why");
-  const {node} = section("why", "Why it is so", "The same as placewright explain says.");
-  each(node, (run, parent) => parent.append(el("div", {class: "words"}, ...run.sections.map(([title, lines]) =>
-    el("div", {}, el("h3", {}, title), ...lines.map(line => el("p", {}, line)))))));
+  const {node} = section("why", say("whyTitle", "Why it is so"), say("whyNote", "The same as placewright explain says."));
+  const write = (run, parent) => parent.append(el("div", {class: "words"}, ...run.sections.map(([title, lines]) =>
+    el("div", {}, el("h3", {}, title), ...lines.map(line => el("p", {}, line))))));
+  const spoken = RUNS.filter(run => run.sections.length);
+  if (spoken.length === 1) write(spoken[0], node); else each(node, write);
 };
 
 const origin = () => {

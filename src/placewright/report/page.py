@@ -25,7 +25,7 @@ from placewright.report.what_if import WhatIf, what_ifs
 from placewright.simulator.timeline import Timeline
 from placewright.units import format_bytes, format_seconds
 
-_TIMES = "\N{MULTIPLICATION SIGN}"
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def make_page(
@@ -34,16 +34,20 @@ def make_page(
     observe: Callable[[str], None] = lambda doing: None,
 ) -> str:
     """The page. Without a budget for what-ifs that panel is left out."""
-    plotly = _plotly()
-    document = _document(runs, what_if_budget, observe)
+    _plotly()  # where it is missing that is said before the work begins
+    title = " and ".join(f"{run.problem.graph.name} on {run.problem.cluster.name}" for run in runs)
+    return fill(title, _document(runs, what_if_budget, observe))
+
+
+def fill(title: str, document: Any) -> str:
+    """The page that shows a document: what `page.js` reads."""
     # "</script>" in a name must not end the script, nor "<!--" start a comment.
     data = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    title = " and ".join(f"{run.problem.graph.name} on {run.problem.cluster.name}" for run in runs)
     parts = {
         "__TITLE__": html.escape(f"{title} - Placewright"),
         "__STYLE__": _asset("page.css"),
         "__SCRIPT__": _asset("page.js"),
-        "__PLOTLY__": plotly,
+        "__PLOTLY__": _plotly(),
         "__DATA__": data,
     }
     page = _asset("page.html")
@@ -68,7 +72,7 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 6, mtime=0)).decode()
 
 
-def _plotly_version() -> str:
+def plotly_version() -> str:
     import plotly
 
     return str(plotly.__version__)
@@ -140,7 +144,7 @@ def _run(
         "graph": _graph(run, timeline, key) if timeline is not None else None,
         "gantt": _gantt(timeline) if timeline is not None else None,
         "memory": [
-            {"seconds": [_short(s) for s in seconds], "bytes": sizes}
+            {"seconds": [short(s) for s in seconds], "bytes": sizes}
             for seconds, sizes in analysis.memory_curves(timeline)
         ]
         if timeline is not None
@@ -162,7 +166,7 @@ def _run(
     }
 
 
-def _short(number: float) -> float:
+def short(number: float) -> float:
     """Six digits are more than a chart can show, and half the size."""
     return float(f"{number:.6g}")
 
@@ -179,30 +183,30 @@ def _tiles(run: Run) -> list[dict[str, str]]:
     if step is not None and single is not None:
         if single["speed_up"]:
             tiles.append(
-                _tile(
-                    f"{single['speed_up']:.2f}{_TIMES}",
+                tile(
+                    f"{single['speed_up']:.2f}{TIMES}",
                     "over the best single device",
                     f"{words.single_device(run)}, {format_seconds(single['step_seconds'])}",
                 )
             )
         else:
-            tiles.append(_tile("-", "single device", "none can run it"))
+            tiles.append(tile("-", "single device", "none can run it"))
     if step is not None and rows.get("expert", {}).get("speed_up"):
         row = rows["expert"]
         note = format_seconds(row["step_seconds"])
-        tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the expert", note))
+        tiles.append(tile(f"{row['speed_up']:.2f}{TIMES}", "over the expert", note))
     others = [row for name, row in rows.items() if row["speed_up"] and name != "expert"]
     if step is not None and others:
         row = min(others, key=lambda row: row["step_seconds"])
         note = f"{row['method']}, {format_seconds(row['step_seconds'])}"
-        tiles.append(_tile(f"{row['speed_up']:.2f}{_TIMES}", "over the best other baseline", note))
+        tiles.append(tile(f"{row['speed_up']:.2f}{TIMES}", "over the best other baseline", note))
     bound = summary["lower_bound_seconds"]
     if step is not None and bound > 0:
         gap = max(0.0, 1 - bound / step)
         by_groups = " of these groups" if summary.get("lower_bound_by") == "group" else ""
         note = f"lower bound {format_seconds(bound)}{by_groups}"
         value = "optimal" if gap < 1e-6 else f"≤ {gap:.1%}"
-        tiles.append(_tile(value, "left to gain", note))
+        tiles.append(tile(value, "left to gain", note))
     full = words.tightest(run)
     if full is not None:
         device, peak, limit = full
@@ -210,16 +214,16 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         note = f"{name}: {format_bytes(peak)} of {format_bytes(limit)}"
         spare = 1 - peak / limit
         tiles.append(
-            _tile(f"{spare:.0%}", "memory to spare", note)
+            tile(f"{spare:.0%}", "memory to spare", note)
             if spare >= 0
-            else _tile(f"{-spare:.0%}", "memory too little", note)
+            else tile(f"{-spare:.0%}", "memory too little", note)
         )
     note = f"in {summary['search_seconds']:.0f} s" if summary["search_seconds"] else ""
-    tiles.append(_tile(f"{summary['trials']:,}", "placements tried", note))
+    tiles.append(tile(f"{summary['trials']:,}", "placements tried", note))
     return tiles
 
 
-def _tile(value: str, label: str, note: str) -> dict[str, str]:
+def tile(value: str, label: str, note: str) -> dict[str, str]:
     return {"value": value, "label": label, "note": note}
 
 
@@ -231,7 +235,7 @@ def _origin(run: Run) -> list[tuple[str, str]]:
         ("seed", str(summary.get("seed", ""))),
         ("problem", f"{problem.fingerprint}: {problem.graph.num_ops:,} ops in "
          f"{problem.num_groups:,} groups, {problem.num_devices} devices"),
-        ("report", f"placewright {VERSION}, plotly {_plotly_version()}"),
+        ("report", f"placewright {VERSION}, plotly {plotly_version()}"),
     ]  # fmt: skip
     if summary.get("interrupted"):
         entries.append(("note", "the run was stopped before its budget was used"))
@@ -248,7 +252,7 @@ def _progress(run: Run) -> list[dict[str, Any]]:
         {
             "placer": placer,
             "points": [
-                [step.number, _short(step.trial.at_seconds), step.trial.measurement.mean_seconds]
+                [step.number, short(step.trial.at_seconds), step.trial.measurement.mean_seconds]
                 for step in steps
             ],
         }
@@ -278,7 +282,7 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
                 "placer": placer,
                 **{
                     # A mean over nothing is missing.
-                    key: [_short(r[key]) if key in r else None for r in records]
+                    key: [short(r[key]) if key in r else None for r in records]
                     for key in ("update", "reward_mean", "entropy", "failure_share")
                 },
             }
@@ -318,7 +322,7 @@ def _graph(run: Run, timeline: Timeline, key: str) -> dict[str, Any]:
         "lane": lane,
         "lanes": lanes,
         "device": devices.tolist(),
-        "seconds": [_short(s) for s in seconds.tolist()],
+        "seconds": [short(s) for s in seconds.tolist()],
         "counts": np.bincount(problem.grouping.group_of, minlength=problem.num_groups).tolist(),
         "resident": problem.group_resident_bytes.tolist(),
         "edges": _pairs(edges),
@@ -371,15 +375,15 @@ def _gantt(timeline: Timeline) -> dict[str, Any]:
     return {
         "step": timeline.step_seconds,
         "rows": drawn.rows,
-        "ops": [_bar(bar)[:5] for bar in drawn.ops],
-        "transfers": [_bar(bar) for bar in drawn.transfers],
-        "path": [[row, _short(start), _short(end)] for row, start, end in drawn.path],
+        "ops": [bar(one)[:5] for one in drawn.ops],
+        "transfers": [bar(one) for one in drawn.transfers],
+        "path": [[row, short(start), short(end)] for row, start, end in drawn.path],
     }
 
 
-def _bar(bar: analysis.Bar) -> list[float]:
+def bar(one: analysis.Bar) -> list[float]:
     return [
-        bar.row, _short(bar.start), _short(bar.end - bar.start), bar.what, bar.things, bar.bytes,
+        one.row, short(one.start), short(one.end - one.start), one.what, one.things, one.bytes,
     ]  # fmt: skip
 
 
@@ -398,7 +402,7 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
         difference, better = "", 0
         if comparable and first and second is not None and first != second:
             change = second / first - 1
-            difference = f"{change:+.1%}" if abs(change) < 10 else f"{second / first:.0f}{_TIMES}"
+            difference = f"{change:+.1%}" if abs(change) < 10 else f"{second / first:.0f}{TIMES}"
             better = -less if change > 0 else less
         texts = ["-" if value is None else show(value) for value in values]
         rows.append({"label": label, "values": texts, "difference": difference, "better": better})

@@ -30,7 +30,7 @@ from placewright.backends.pytorch.streams import kernels, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
-from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother
+from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother, Turns
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run, issue
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
@@ -593,7 +593,7 @@ class Fake(Cpu):
 
 
 class _Timed:
-    stays = False
+    place = None
 
     def __init__(self, device: Fake, inner: Any, work: Work, plan: Schedule) -> None:
         self.device, self.inner = device, inner
@@ -664,6 +664,63 @@ def test_the_fastest_candidate_is_taken_and_a_wrong_one_is_not() -> None:
     assert any("wrong: is off by" in note for note in wrong.plans[0].notes)
 
 
+class Slowed(Fake):
+    """Groups of fused ops take so long that the module's own ops on streams are faster."""
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Any:
+        made = Fake.ready(self, grouped, runs, schedule, given)
+        if not any("batch_norm" in one.code for one in grouped.groups):
+            made.seconds *= 20
+        return made
+
+
+def test_plain_ops_on_streams_are_a_candidate() -> None:
+    """What is fused joins groups that would have run side by side; so it need not be faster."""
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    (plan,) = fast.plans
+    assert plan.chosen == "streams"
+    assert plan.fusion is Fusion.FOLDED
+    assert plan.seconds["streams"] < plan.seconds["streams, plain"]
+    assert plan.seconds["streams, plain"] < plan.seconds["one stream, plain"]
+    slowed = fake(model, Slowed())
+    slowed.prepare((x,), {})
+    (plan,) = slowed.plans
+    assert plan.fusion is Fusion.NONE
+    assert len(set(plan.streams)) > 1
+    with torch.no_grad():
+        assert_close(slowed(x), model(x))
+
+
+def test_a_search_leaves_the_random_numbers_as_they_were() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x, 0.5, True) + x.sin()
+
+    fast, x = fake(Drops()), torch.randn(64)
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    fast.prepare((x,), {})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_inference_mode_may_end_between_the_search_and_the_calls() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    with torch.inference_mode():
+        inner = x + 1
+        assert_close(fast(inner), model(inner))
+    with torch.no_grad():
+        assert_close(fast(x), model(x))
+        assert_close(fast(inner), model(inner))
+    with torch.inference_mode():
+        assert_close(fast(x), model(x))
+
+
 class Held:
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -726,6 +783,40 @@ def test_inputs_with_gradients_run_as_they_are() -> None:
     assert fast(x.requires_grad_())[0].requires_grad
 
 
+@dataclass
+class Line:
+    """A stream of a GPU that is not there."""
+
+    waited_for: list[Any] = field(default_factory=list)
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited_for.append(other)
+
+
+def test_calls_on_another_stream_come_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, place = Line(), torch.device("cuda", 1)
+    asked: list[Any] = []
+
+    def handle(index: int) -> int:
+        asked.append(index)
+        return id(now)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda at: now)
+    turns = Turns()
+    turns.take(None)  # not on a GPU
+    assert asked == []
+    turns.take(place)
+    turns.take(place)
+    first, now = now, Line()
+    turns.take(place)
+    second, now = now, first
+    turns.take(place)
+    assert first.waited_for == [second]
+    assert second.waited_for == [first]
+    assert asked == [1] * 4
+
+
 def test_outputs_are_copies() -> None:
     model, x = made("branches")
     with torch.no_grad():
@@ -736,7 +827,7 @@ def test_outputs_are_copies() -> None:
         assert torch.equal(first, kept)
 
 
-def test_timelines_name_each_group_twice() -> None:
+def test_timelines_name_each_group_twice(tmp_path: Path) -> None:
     model, x = made("branches")
     fast = fake(model)
     fast.prepare((x,), {})
@@ -747,6 +838,9 @@ def test_timelines_name_each_group_twice() -> None:
     assert len(events) == 2 * len(lines.names)
     assert {e["tid"] for e in events} == set(fast.plans[0].streams)
     assert "stream 0" in lines.table()
+    page = fast.report(tmp_path / "page.html").read_text("utf-8")
+    assert "Branches on cpu - Placewright" in page
+    assert fast.plans[0].groups[-1] in page
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -792,8 +886,25 @@ def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
     bad = dict(whole["plans"][0])
     bad.pop("chosen")
     refused(whole | {"plans": [bad]})
+    for name in ("group_seconds", "group_demand"):
+        for number in (-1.0, float("nan"), float("inf")):
+            times = [number] * len(whole["plans"][0][name])
+            refused(whole | {"plans": [whole["plans"][0] | {name: times}]})
     streams = [99] * len(whole["plans"][0]["streams"])
     refused(whole | {"plans": [whole["plans"][0] | {"streams": streams}]})
+
+
+def test_plans_with_kernels_or_an_order_that_cannot_be_are_refused() -> None:
+    model, x = made("branches")
+    fast = fake(model)
+    fast.prepare((x,), {})
+    (plan,) = fast.plans
+    for kernel in ("magic", "region"):
+        bad = replace(plan, kernels=(kernel,) * len(plan.kernels))
+        with pytest.raises(PlacementError, match=f"kernel '{kernel}' for "):
+            fake(model, known=[bad])(x)
+    with pytest.raises(PlacementError, match="before one that it waits for"):
+        fake(model, known=[replace(plan, order=plan.order[::-1])])(x)
 
 
 def test_torch_compile_calls_it() -> None:
@@ -1016,6 +1127,24 @@ def test_a_training_step_leaves_the_gradients_of_autograd(fusion: Fusion) -> Non
             assert_close(c, d, 1e-5)
     assert step.fast.plans[0].chosen == "streams"
     assert "streams" in step.verdict
+
+
+def test_the_plan_of_a_step_is_applied_again(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), torch.randn(4, 4)
+    task = Task(train=True, loss_fn=loss_of_branches, targets=torch.randint(0, 5, (4,)))
+    config = AccelerateConfig(method="list", copy_outputs=False, fusion=Fusion.FOLDED)
+    step = acceleration.train_step(model, Fake(), config, task, Inputs.of(x))
+    wanted = step(x)
+    step.save(tmp_path / "plan.json")
+    device = Fake()
+    again = acceleration.train_step(
+        model, device, config, task, Inputs.of(x), known=plans.given(tmp_path / "plan.json")
+    )
+    assert_close(again(x), wanted)
+    assert (device.trials, device.timed) == (1, 0)
+    assert again.fast.plans == step.fast.plans
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert (document["model"], document["device"]) == ("Sequential", "cpu")
 
 
 def test_gradients_of_weights_run_beside_the_backward_chain() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.built import Built
+from placewright.backends.pytorch.streams.device import Turns
 from placewright.backends.pytorch.streams.net import UnsuitableError
 from placewright.backends.pytorch.streams.plan import StreamPlan
 from placewright.backends.pytorch.streams.timelines import Timelines
@@ -49,6 +49,15 @@ Maker = Callable[[Sequence[Any], Mapping[str, Any]], Entry]
 """Searches for what is fastest for such arguments."""
 
 
+class Reporter(Protocol):
+    """Writes a page about a plan and its timelines."""
+
+    def __call__(
+        self, path: str | Path, plan: StreamPlan, timelines: Timelines | None, *, model: str,
+        device: str,
+    ) -> Path: ...  # fmt: skip
+
+
 class Accelerated:
     """A module as one captured graph for each shape of its inputs. Call it like the module.
 
@@ -58,17 +67,26 @@ class Accelerated:
     """
 
     def __init__(
-        self, module: Callable[..., Any], maker: Maker, *, device: str = "", most_shapes: int = 8
+        self,
+        module: Callable[..., Any],
+        maker: Maker,
+        *,
+        name: str = "",
+        device: str = "",
+        most_shapes: int = 8,
+        turns: Turns | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._module = module
         self._maker = maker
+        self._name = name or type(module).__name__
         self._device = device
+        self._reporter = reporter
         self._most_shapes = most_shapes
         self._entries: dict[Any, Entry] = {}
-        self._lock = threading.RLock()
+        self._turns = turns or Turns()
+        """Shared with others where the graphs of all of them share memory."""
         self._last: _Last | None = None
-        self._stream: Any = None
-        """Where the last call was made."""
 
     @property
     def module(self) -> Callable[..., Any]:
@@ -95,21 +113,32 @@ class Accelerated:
 
     def save(self, path: str | Path) -> None:
         """Writes the plans, for `placewright.torch.accelerate(..., plan=path)`."""
-        name = type(self._module).__name__
-        plans.save(self.plans, path, model=name, device=self._device)
+        plans.save(self.plans, path, model=self._name, device=self._device)
 
     def timelines(self, number: int = 0) -> Timelines:
         """When each group ran on its stream, measured and expected; of the shape of that number."""
         make = self.entries[number].timelines
         if make is None:
             raise ValueError("nothing is captured for these inputs, so there is no timeline")
-        return make()
+        with self._turns.lock:
+            return make()
+
+    def report(self, path: str | Path, number: int = 0) -> Path:
+        """Writes an HTML page: what ran when on which stream, measured and expected, and what else
+        was tried; of the shape of that number. Needs the extra `report`."""
+        entry = self.entries[number]
+        if entry.plan is None:
+            raise ValueError(f"nothing was found for these inputs to report: {entry.why_not}")
+        assert self._reporter is not None
+        lines = None if entry.timelines is None else self.timelines(number)
+        return self._reporter(path, entry.plan, lines, model=self._name, device=self._device)
 
     def refresh(self) -> None:
         """Takes over the module's parameters as they are now."""
-        with self._lock:
+        with self._turns.lock:
             for entry in self.entries:
                 if entry.built is not None:
+                    self._turns.take(entry.built.ready.place)
                     entry.built.lowered.refresh()
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
@@ -154,13 +183,8 @@ class Accelerated:
         return True
 
     def _run(self, built: Built, leaves: Sequence[Any]) -> Any:
-        """One call at a time: all of them use the same memory."""
-        with self._lock:
-            if built.on_gpu:
-                stream = torch.cuda.current_stream(built.place)
-                if self._stream is not None and stream != self._stream:
-                    stream.wait_stream(self._stream)
-                self._stream = stream
+        with self._turns.lock:
+            self._turns.take(built.ready.place)
             return built(leaves)
 
     def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
@@ -174,7 +198,7 @@ class Accelerated:
         return spec, tuple(forms), cast, getattr(self._module, "training", False)
 
     def _entry(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
-        with self._lock:
+        with self._turns.lock:
             try:
                 if key in self._entries:
                     self._last = _Last(key=key, entry=self._entries[key])
@@ -188,8 +212,7 @@ class Accelerated:
             try:
                 entry = self._maker(args, kwargs)
             except UnsuitableError as reason:
-                name = type(self._module).__name__
-                logger.warning("%s runs as it is: %s", name, reason)
+                logger.warning("%s runs as it is: %s", self._name, reason)
                 entry = Entry(why_not=str(reason))
             self._entries[key] = entry
             self._last = _Last(key=key, entry=entry)
@@ -199,7 +222,7 @@ class Accelerated:
         said = self.__dict__.setdefault("_said", set())
         if text not in said:
             said.add(text)
-            logger.warning("%s runs as it is: %s", type(self._module).__name__, text)
+            logger.warning("%s runs as it is: %s", self._name, text)
 
 
 def flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:

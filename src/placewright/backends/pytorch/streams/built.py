@@ -94,7 +94,7 @@ class Built:
             _Copy.like(node, net, shared)
             for node, shared in zip(results, _shared(results), strict=True)
         ]
-        if self.ready.stays:
+        if self.ready.place is not None:
             made = self._finish()
             kept = {s for name in self.lowered.grouped.kept for s in storages(self._value(name))}
             if all(kept.issuperset(storages(value)) for value in made):
@@ -108,15 +108,6 @@ class Built:
         with torch.no_grad():
             made: Sequence[Any] = grouped.finish(*[self._value(name) for name in grouped.kept])
         return made
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.ready.stays
-
-    @property
-    def place(self) -> torch.device | None:
-        """Of the inputs, where there are any: a GPU that need not be the current one."""
-        return self._inputs[0][1].device if self._inputs else None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         # The GPU waits for what is before the replay; what is after it has the replay's time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ class StreamPlan:
     inputs: tuple[Form, ...]
     """Of the tensors among the flat inputs."""
     chosen: str
-    """What was fastest: `streams`, `one stream`, `eager`, or the name of another candidate."""
+    """What was fastest: `streams`, `one stream`, these with `, plain` for the module's own ops,
+    `eager`, or the name of another candidate."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Median seconds of a call, of every candidate of the final comparison."""
     fusion: Fusion = Fusion.NONE
@@ -77,11 +79,13 @@ class StreamPlan:
             name: seconds / mine for name, seconds in self.seconds.items() if name != self.chosen
         }
         compared = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in others.items())
-        what = f"{len(set(self.streams))} streams" if self.chosen == "streams" else self.chosen
-        if self.chosen not in ("streams", "one stream"):
-            what = f"no streams: nothing to gain; {what}"
+        count = len(set(self.streams))
+        if count > 1:
+            what = f"{count} {self.chosen}"
         elif self.chosen == "one stream":
             what = "one stream: nothing to gain from more"
+        else:
+            what = f"no streams: nothing to gain; {self.chosen}"
         return f"{what}, {mine * 1e3:.3f} ms a call" + (f" ({compared})" if compared else "")
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +124,9 @@ class StreamPlan:
         lengths = {count, *map(len, tables)}
         if given or len(lengths) > 1 or sorted(plan.order) != list(range(count)):
             raise PlacementError(f"{where}: malformed plan of streams: its tables do not match")
+        times = (*plan.seconds.values(), *plan.group_seconds, *plan.group_demand)
+        if not all(0 <= value < math.inf for value in times):
+            raise PlacementError(f"{where}: malformed plan of streams: times and demands")
         if plan.streams and not 0 <= min(plan.streams) <= max(plan.streams) < _MOST_STREAMS:
             raise PlacementError(f"{where}: malformed plan of streams: numbers of streams")
         return plan
@@ -151,6 +158,11 @@ def save(plans: Sequence[StreamPlan], path: str | Path, *, model: str, device: s
         "plans": [plan.to_json() for plan in plans],
     }
     write_json(path, document, PlacementError)
+
+
+def given(plan: str | Path | Sequence[StreamPlan] | None) -> tuple[StreamPlan, ...]:
+    """Plans, or those of a file."""
+    return load(plan) if isinstance(plan, str | Path) else tuple(plan or ())
 
 
 def load(path: str | Path) -> tuple[StreamPlan, ...]:

@@ -49,10 +49,10 @@ class Timelines:
     def expected_seconds(self) -> float:
         return max((end for _, end in self.expected), default=0.0)
 
-    def busy_seconds(self) -> dict[int, float]:
-        """Of each stream, as measured."""
+    def busy_seconds(self, times: Sequence[tuple[float, float]] = ()) -> dict[int, float]:
+        """Of each stream, as measured, or from these times of the groups."""
         busy = dict.fromkeys(sorted(set(self.streams)), 0.0)
-        for stream, (start, end) in zip(self.streams, self.measured, strict=True):
+        for stream, (start, end) in zip(self.streams, times or self.measured, strict=True):
             busy[stream] += end - start
         return busy
 
@@ -97,6 +97,11 @@ class Timelines:
             lines.append(
                 f"stream {stream}: {count} groups, busy {seconds * 1e3:.3f} ms ({share:.0%})"
             )
+        return "\n".join([*lines, *self.longest(most)])
+
+    def longest(self, most: int) -> list[str]:
+        """The groups that took longest, in a line each."""
+        lines = []
         longest = sorted(
             range(len(self.names)), key=lambda i: self.measured[i][0] - self.measured[i][1]
         )
@@ -107,7 +112,7 @@ class Timelines:
                 f"{took * 1e6:7.1f} us, expected {thought * 1e6:6.1f}: {self.names[i]} "
                 f"({self.kernels[i]}, stream {self.streams[i]})"
             )
-        return "\n".join(lines)
+        return lines
 
 
 def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:

@@ -72,13 +72,16 @@ class Tuner:
     """What did not work, in a line each."""
     _known: dict[str, _Tried] = field(default_factory=dict)
 
-    def tune(self, grouped: Grouped, given: Mapping[str, Any], fusion: Fusion) -> Tuned:
+    def tune(
+        self, grouped: Grouped, given: Mapping[str, Any], fusion: Fusion, *, demand: bool = True
+    ) -> Tuned:
         """Runs through all groups once.
 
         Args:
             grouped: the groups.
             given: inputs and constants by name.
             fusion: what may be tried: torch's own ops, other libraries, or compiled kernels too.
+            demand: whether to find out, too, what share of the chip each takes.
         """
         values = dict(given)
         left = {name: 0 for group in grouped.groups for name in group.outputs}
@@ -86,7 +89,7 @@ class Tuner:
             for name in group.inputs:
                 if name in left:
                     left[name] += 1
-        names, runs, seconds, demand = [], [], [], []
+        names, runs, seconds, shares = [], [], [], []
         for group in grouped.groups:
             inputs = [values[name] for name in group.inputs]
             tried = self._try(group, inputs, fusion)
@@ -94,7 +97,7 @@ class Tuner:
             names.append(tried.names[best])
             runs.append(tried.runs[best])
             seconds.append(tried.seconds[best])
-            demand.append(self._demand(tried, best, inputs))
+            shares.append(self._demand(tried, best, inputs) if demand else 0.0)
             values.update(zip(group.outputs, fresh(tried.runs[best], inputs), strict=True))
             for name in {*group.inputs, *group.outputs}:
                 if name in left:
@@ -103,7 +106,7 @@ class Tuner:
                         del values[name]
             del inputs
         return Tuned(
-            names=tuple(names), runs=tuple(runs), seconds=tuple(seconds), demand=tuple(demand)
+            names=tuple(names), runs=tuple(runs), seconds=tuple(seconds), demand=tuple(shares)
         )
 
     def _names(self, group: Group, fusion: Fusion) -> list[str]:
