@@ -421,10 +421,7 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
     )
     add(
         "computing at a time, mean",
-        [
-            analysis.mean_computing(t) if t and t.step_seconds else None
-            for t in times
-        ],
+        [analysis.mean_computing(t) if t and t.step_seconds else None for t in times],
         lambda x: f"{x:.2f} devices",
         -1,
     )
