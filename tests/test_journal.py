@@ -125,7 +125,7 @@ def test_a_damaged_middle_is_an_error(tmp_path: Path) -> None:
 def test_forged_placements_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines whose checksum is right: all that is checked beyond it."""
     monkeypatch.setattr("placewright.journal._SHORT", 100)
-    made = problem(1000)
+    made = problem(1000).refined
     path = tmp_path / "j.jsonl"
     rows = [[0] * 1000, [1, *[0] * 999], [0, 1, *[0] * 998]]
     told = [
