@@ -244,10 +244,11 @@ def test_nan_and_negative_costs_are_refused() -> None:
 def test_times_that_no_number_can_hold_are_not_taken_for_ops_without_a_kernel(
     op: Op, kind: dict[str, Any]
 ) -> None:
-    described = DeviceKind(
-        **{"name": "g", "type": "gpu", "peak_flops": 1e12, "memory_bandwidth": 1e11,
-           "memory_bytes": 1 << 30} | kind
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "name": "g", "type": "gpu", "peak_flops": 1e12, "memory_bandwidth": 1e11,
+        "memory_bytes": 1 << 30,
+    }  # fmt: skip
+    described = DeviceKind(**fields | kind)
     device = Device(name="gpu:0", kind=described, memory_bytes=1 << 30)
     graph = Graph.from_ops("g", [op], [])
     with pytest.raises(
