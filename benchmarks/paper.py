@@ -654,7 +654,7 @@ def trained(model: str, answers: Mapping[str, Row], steps: int) -> list[dict[str
 
 def text(program: Any) -> dict[str, Any]:
     """Words as frequent as in a natural text, rare ones rarely: there is something to learn."""
-    from placewright.backends.tensorflow.models.rnnlm import CONFIGS
+    from placewright.backends.models.rnnlm import CONFIGS
 
     (tokens,) = program.inputs
     words = np.random.default_rng(0).zipf(1.3, tokens.shape)

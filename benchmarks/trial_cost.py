@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import RESULTS, made_by, write_csv
+from placewright.backends.models.rnnlm import Config
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.models import rnnlm
 from placewright.backends.pytorch.program import TorchProgram, read_program
@@ -42,7 +43,7 @@ def main() -> None:
     began = time.monotonic()
     rows: list[dict[str, object]] = []
     for ops in arguments.ops:
-        config = rnnlm.Config(
+        config = Config(
             batch=32, steps=STEPS[ops], units=512, projection=256, vocabulary=4000, dropout=0.0
         )
         program = read_program(rnnlm.build(config))

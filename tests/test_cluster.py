@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -174,11 +173,10 @@ def test_builtin_kinds_are_complete() -> None:
 
 def test_who_issues_work(tmp_path: Path) -> None:
     plain = load(TWO + f"links: [{LINK}]\n", tmp_path)
-    assert plain.issue == "device"
-    assert plain.issued_apart.all()
+    assert plain.issue is None  # whoever does so in the model's framework
     captured = load(TWO + f"links: [{LINK}]\nissue: none\n", tmp_path)
     assert captured != plain
-    assert not captured.issued_apart.any()
+    assert not captured.issued_apart("none").any()
     captured.save(tmp_path / "again.yaml")
     assert Cluster.load(tmp_path / "again.yaml") == captured
     with pytest.raises(ClusterError, match="'issue' is 'nobody', can be device, host, none"):
@@ -187,9 +185,9 @@ def test_who_issues_work(tmp_path: Path) -> None:
 
 def test_an_executor_shares_the_cores_of_a_cpu() -> None:
     cluster = Cluster.load("k80x2")
-    assert cluster.issued_apart.tolist() == [False, True, True]
+    assert cluster.issued_apart("device").tolist() == [False, True, True]
     # One thread issues ops for all of them.
-    assert dataclasses.replace(cluster, issue="host").issued_apart.all()
+    assert cluster.issued_apart("host").all()
 
 
 def test_links_that_share_nothing_are_a_warning(

@@ -200,6 +200,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert named == set(placewright.__all__) - {"__version__"}
 
 
+def test_every_module_has_its_place() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100, "architecture.md is longer than two pages"
+    named = {name.removesuffix(".py").rstrip("/") for name in re.findall(r"`([\w./]+)`", text)}
+    entries = {path.stem for path in (ROOT / "src/placewright").iterdir()}
+    entries -= {"__init__", "__main__", "__pycache__", "_version", "py"}
+    assert entries <= named, f"not in architecture.md: {sorted(entries - named)}"
+
+
 def test_every_metric_is_explained() -> None:
     pytest.importorskip("torch")
     from placewright.learning.config import PPO

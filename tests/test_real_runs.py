@@ -325,7 +325,7 @@ def test_several_at_a_time_have_a_final_too(problem: Problem, how: Any, tmp_path
     devices = Devices(problem)
     several = Several(devices)
     config = SearchConfig(method="local-search", trials=60, evaluate=how, rounds=QUICK)
-    result = Session(problem, config, pool=several, directory=tmp_path).run()
+    result = Session(problem, config, team=several, directory=tmp_path).run()
     assert result.best is not None
     assert several.most >= 2
     assert len(result.best.measurement.step_seconds) == QUICK.final_rounds

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import functools
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from placewright.backends.base import Backend, Input, LoadOptions, Plan, Run, RunConfig, Trace
 from placewright.backends.timing import Timing
@@ -17,17 +17,15 @@ from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.measurement import Measurement, Outcome
 
 
-@dataclass(frozen=True)
-class Toy:
+class Toy(NamedTuple):
     """Functions by name, and the names of those that each waits for."""
 
     functions: Mapping[str, Callable[[], object]]
     reads: Mapping[str, Sequence[str]]
-    devices: Mapping[str, str] = field(default_factory=dict)
+    devices: Any = None
 
 
-@dataclass(frozen=True)
-class ToyProgram:
+class ToyProgram(NamedTuple):
     model: Toy
     graph: Graph
     inputs: tuple[Input, ...] = ()
@@ -38,8 +36,7 @@ class ToyRunner(contextlib.ExitStack):
     def __init__(self, program: ToyProgram, cluster: Cluster, config: RunConfig) -> None:
         super().__init__()
         self.program, self.cluster, self.config = program, cluster, config
-        threads = (ThreadPoolExecutor(1, name) for name in cluster.device_names)
-        self._threads = [self.enter_context(thread) for thread in threads]
+        self._threads = [self.enter_context(ThreadPoolExecutor(1, n)) for n in cluster.device_names]
         self.callback(self._threads.clear)
 
     def start(self) -> None:
@@ -51,32 +48,27 @@ class ToyRunner(contextlib.ExitStack):
         self.start()
         timing = Timing.of(self.config, best_seconds, adaptive=adaptive)
         where = dict(zip(self.program.graph.op_names, map(int, devices), strict=True))
-
-        def step() -> None:  # which leaves the clock to who times it
-            self._step(devices)
-
+        op_seconds: dict[str, float] = {}
         try:
-            op_seconds = self._step(devices)
-            seconds = timing.time(step)
+            self._step(devices, op_seconds)
+            seconds = timing.time(functools.partial(self._step, devices, {}))
         except Exception as error:
             return Run(measurement=Measurement(outcome=Outcome.FAILED, reason=repr(error)))
-        measurement = Measurement(outcome=Outcome.OK, step_seconds=tuple(seconds))
         trace = Trace(op_seconds=op_seconds, device_of=where) if traces else None
+        measurement = Measurement(outcome=Outcome.OK, step_seconds=tuple(seconds))
         return Run(measurement=measurement, trace=trace)
 
-    def _step(self, devices: Any) -> dict[str, float]:
+    def _step(self, devices: Any, op_seconds: dict[str, float]) -> None:
         done: dict[str, Any] = {}
 
         def work(name: str) -> float:
             for other in self.program.model.reads.get(name, ()):
                 done[other].result()
-            started = time.monotonic()
-            self.program.model.functions[name]()
-            return time.monotonic() - started
+            return timeit.timeit(self.program.model.functions[name], number=1)
 
         for name, device in zip(self.program.graph.op_names, devices, strict=True):
             done[name] = self._threads[int(device)].submit(work, name)
-        return {name: future.result() for name, future in done.items()}
+        op_seconds.update((name, future.result()) for name, future in done.items())
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         return {}
@@ -101,4 +93,7 @@ class ToyBackend(Backend):
         return ToyRunner(program, cluster, config or RunConfig())
 
     def apply(self, target: Toy, plan: Plan) -> Toy:
-        return replace(target, devices=plan.device_of)
+        return target._replace(devices=plan.device_of)
+
+
+BACKEND = ToyBackend()

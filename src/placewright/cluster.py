@@ -249,12 +249,12 @@ class Cluster:
     """By what share everything takes longer for each further device that computes at the same time,
     as where devices share a core's units or a memory bus. A device's own slots do not count: what
     its ops take is as they run there side by side."""
-    issue: str = "device"
+    issue: str | None = None
     """Who issues the ops, which takes each kind's dispatch and launch seconds. `device`: an
     executor for each device, as in TensorFlow; it runs ahead of an accelerator, and shares the
     cores of a CPU with what it issues. `host`: one thread for all devices, in the order of the
     program, as in eager PyTorch. `none`: nobody, as in a captured graph; only the kinds' gaps lie
-    between kernels."""
+    between kernels. None: who does so in the model's framework (`Graph.issue`)."""
     in_order: bool = False
     """Whether each device starts its ops in the order of the program, as a stream or a thread does
     that is given its work in that order: one that waits for its inputs then holds up those behind
@@ -264,11 +264,11 @@ class Cluster:
         if not self.devices:
             raise ClusterError(f"cluster {self.name!r} has no devices")
         _not_negative(self.contention, f"contention of cluster {self.name!r}")
-        if self.issue not in ISSUES:
+        if self.issue is not None and self.issue not in ISSUES:
             raise ClusterError(
                 f"cluster {self.name!r}: 'issue' is {self.issue!r}, can be {', '.join(ISSUES)}"
             )
-        if self.in_order and self.issue == "device":
+        if self.in_order and self.issue not in ("host", "none"):
             raise ClusterError(
                 f"cluster {self.name!r}: 'in_order' needs 'issue: host' or 'issue: none'; "
                 "executors take ops as they become ready"
@@ -314,15 +314,21 @@ class Cluster:
             np.array([names.index(device.kind.name) for device in self.devices], dtype=np.int32)
         )
 
-    @cached_property
-    def issued_apart(self) -> BoolArray:
+    def issued_by(self, usual: str) -> str:
+        """Who issues the ops of a model whose framework has `usual` for it (`Graph.issue`). CPU
+        devices without an accelerator beside them are processes or threads of their own."""
+        if self.issue is not None:
+            return self.issue
+        return usual if any(device.type != "cpu" for device in self.devices) else "device"
+
+    def issued_apart(self, issue: str) -> BoolArray:
         """[D] whether ops are issued beside what the device computes, and not by the device itself
         in between. An executor that shares its device's cores, or several servers of one device,
         take the time of issuing an op as a part of the op."""
-        if self.issue == "device":
+        if issue == "device":
             apart = [device.type != "cpu" and device.kind.slots == 1 for device in self.devices]
         else:
-            apart = [self.issue == "host"] * self.num_devices
+            apart = [issue == "host"] * self.num_devices
         return frozen(np.array(apart, dtype=np.bool_))
 
     @cached_property
@@ -561,7 +567,7 @@ def to_document(cluster: Cluster) -> dict[str, Any]:
             for link in cluster.links
         ],
         **({"contention": cluster.contention} if cluster.contention else {}),
-        **({"issue": cluster.issue} if cluster.issue != "device" else {}),
+        **({"issue": cluster.issue} if cluster.issue is not None else {}),
         **({"in_order": True} if cluster.in_order else {}),
     }
 
@@ -684,7 +690,7 @@ def _cluster(document: object, where: str) -> Cluster:
         links=tuple(links),
         switches=tuple(switches),
         contention=_quantity(fields.get("contention", 0.0), {}, "contention"),
-        issue=_string(fields.get("issue", "device"), "'issue' of the cluster"),
+        issue=_string(fields["issue"], "'issue' of the cluster") if "issue" in fields else None,
         in_order=_flag(fields, "in_order", "the cluster"),
     )
 

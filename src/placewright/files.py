@@ -17,7 +17,6 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from placewright.errors import PlacewrightError
@@ -37,25 +36,30 @@ has some 5 million. A compressed file of a megabyte could hold 300 million empty
 def read_text(path: str | Path, error: type[PlacewrightError], *, what: str) -> str:
     """The text of a file, or `error` with one line that says why it cannot be read."""
     try:
+        return read_bytes(path, error, what=what, most=MOST_BYTES).decode()
+    except UnicodeDecodeError as fault:
+        raise error(f"{path}: not a text file (byte {fault.start}); is it a {what}?") from None
+
+
+def read_bytes(path: str | Path, error: type[PlacewrightError], *, what: str, most: int) -> bytes:
+    """The bytes of a file of at most so many, decompressed, or `error`."""
+    try:
         # One byte more than is allowed tells that there is more.
         with gzip.open(path, "rb") if _compressed(path) else Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise error(f"{path}: holds more than {MOST_BYTES >> 20:,} MiB, no {what} file does")
-        text = content.decode()
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise error(f"{path}: holds more than {most >> 20:,} MiB, no {what} file does")
     except FileNotFoundError:
         raise error(f"{path}: no such {what} file") from None
     except IsADirectoryError:
         raise error(f"{path}: is a directory, expected a {what} file") from None
-    except UnicodeDecodeError as fault:
-        raise error(f"{path}: not a text file (byte {fault.start}); is it a {what}?") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as fault:
         raise error(f"{path}: damaged gzip file ({fault}); is it truncated?") from None
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror}") from None
-    if not text.strip():
+    if not content.strip():
         raise error(f"{path}: the {what} file is empty")
-    return text
+    return content
 
 
 def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> Any:
@@ -180,12 +184,7 @@ class DirectoryLock:
     def __enter__(self) -> DirectoryLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -194,6 +194,9 @@ class Graph:
     """How the model's author would group its ops (rule 3 of the paper); a hint, may be empty."""
     loops: tuple[Loop, ...] = ()
     """The loops that `run_count` counts, and those whose iterations are not known."""
+    issue: str = "device"
+    """Who issues the ops in the model's framework: an executor for each `device`, or one thread of
+    the `host` for all. Clusters may say otherwise (`Cluster.issue`)."""
 
     @staticmethod
     def from_ops(
@@ -202,10 +205,14 @@ class Graph:
         edges: Iterable[Edge],
         group_rules: Iterable[tuple[str, str]] = (),
         loops: Iterable[Loop] = (),
+        issue: str = "device",
     ) -> Graph:
         """Builds and checks a graph from records in any order."""
+        if issue not in _ISSUES:
+            raise ModelError(f"'issue' is {issue!r}, can be {' or '.join(_ISSUES)}")
         rules = tuple(ScopeRule(*rule) for rule in group_rules)
-        return _build(name, list(ops), list(edges), rules, tuple(loops))
+        graph = _build(name, list(ops), list(edges), rules, tuple(loops))
+        return graph if issue == graph.issue else replace(graph, issue=issue)
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r}: {self.num_ops} ops, {self.num_edges} edges>"
@@ -315,6 +322,8 @@ class Graph:
         if (self.run_count != 1).any() or self.loops:
             digest.update(b"count" + self.run_count.tobytes())
             digest.update(json.dumps(self.loops).encode())
+        if self.issue != "device":
+            digest.update(b"issue" + self.issue.encode())
         return digest.hexdigest()[:16]
 
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -438,6 +447,8 @@ def to_json(graph: Graph) -> dict[str, Any]:
         document["group_rules"] = [rule._asdict() for rule in graph.group_rules]
     if graph.loops:
         document["loops"] = [loop._asdict() for loop in graph.loops]
+    if graph.issue != "device":
+        document["issue"] = graph.issue
     return document
 
 
@@ -460,7 +471,8 @@ _MOST_RULES = 1_000
 _MOST_CHARACTERS = 4_000
 """Of a name, a pattern and the like."""
 
-_GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules", "loops"}
+_ISSUES = ("device", "host")
+_GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules", "loops", "issue"}
 _OP_KEYS = {
     "name", "type", "outputs", "param_bytes", "slot_bytes", "flops", "seconds", "colocate",
     "gradient_of", "kernels", "work", "moved_bytes", "count", "launches",
@@ -492,6 +504,7 @@ def from_json(document: object, *, where: str) -> Graph:
             [_edge_from_json(record, index) for index, record in enumerate(edges)],
             _rules_from_json(document.get("group_rules", [])),
             _loops_from_json(document.get("loops", [])),
+            _text(document.get("issue", "device"), "'issue'"),
         )
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error

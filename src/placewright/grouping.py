@@ -398,6 +398,8 @@ class GroupEdges(NamedTuple):
     """[E] the group an edge comes from."""
     dst: IntArray
     """[E] the group it leads to."""
+    tensor: IndexArray
+    """[E] what it carries, -1 for a control edge."""
     bytes: IntArray
     """[E] of the tensor it carries, 0 for a control edge."""
     transfers: IntArray
@@ -416,7 +418,7 @@ def edges_between(graph: Graph, grouping: Grouping) -> GroupEdges:
     ).astype(np.int64)
     src, dst, item = src[outside], dst[outside], item[outside]
     _, first = np.unique(item * grouping.num_groups + dst, return_index=True)
-    return GroupEdges(src, dst, graph.edge_bytes[outside], first)
+    return GroupEdges(src, dst, graph.edge_tensor[outside], graph.edge_bytes[outside], first)
 
 
 def _group_edges(graph: Graph, grouping: Grouping) -> dict[tuple[int, int], float]:

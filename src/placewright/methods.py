@@ -186,10 +186,12 @@ def _learned(settings: Settings) -> Placer:
         seed=previous.seed if previous else settings.seed,
         policy=None if settings.policy is None or previous else Policy.load(settings.policy),
         teachers=() if previous else teachers(settings.problem, seed=settings.seed),
+        updater=previous.updater if previous else None,
         polisher=polisher,
-        previous=previous,
         on_gpu=not settings.beside_runs,
     )
+    if previous is not None:
+        learner.go_on_from(previous)
     if polisher is not None:
         learner.share = _SHARE_BESIDE_LOCAL_SEARCH
     return learner

@@ -282,6 +282,16 @@ class Problem:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
+    @property
+    def issue(self) -> str:
+        """Who issues the ops: who the cluster says, else who does so in the model's framework."""
+        return self.cluster.issued_by(self.graph.issue)
+
+    @cached_property
+    def issued_apart(self) -> BoolArray:
+        """[D] see `Cluster.issued_apart`."""
+        return self.cluster.issued_apart(self.issue)
+
     @cached_property
     def busy_seconds(self) -> FloatArray:
         """[D, N] how long each op occupies a device, the device's own overhead included."""
@@ -294,7 +304,7 @@ class Problem:
         the op where the device does that itself."""
         kinds = self.cluster.kind_of_device
         issuing = np.where(
-            self.cluster.issued_apart[:, np.newaxis], 0.0, self.costs.overhead_seconds[kinds]
+            self.issued_apart[:, np.newaxis], 0.0, self.costs.overhead_seconds[kinds]
         )
         return frozen(self.costs.gap_seconds[kinds] + issuing)
 
@@ -302,7 +312,7 @@ class Problem:
     def issue_seconds(self) -> FloatArray:
         """[D, N] how long issuing each op takes whoever does so beside the device."""
         overhead = self.costs.overhead_seconds[self.cluster.kind_of_device]
-        return frozen(np.where(self.cluster.issued_apart[:, np.newaxis], overhead, 0.0))
+        return frozen(np.where(self.issued_apart[:, np.newaxis], overhead, 0.0))
 
     @cached_property
     def op_seconds(self) -> FloatArray:
@@ -311,7 +321,7 @@ class Problem:
         A device and its executor work side by side, so the slower of them counts. What one thread
         issues for all devices does not depend on the placement and does not count.
         """
-        if self.cluster.issue != "device" or not self.issue_seconds.any():
+        if self.issue != "device" or not self.issue_seconds.any():
             return self.busy_seconds
         return frozen(np.maximum(self.busy_seconds, self.issue_seconds))
 

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -65,13 +65,19 @@ _WORTH = 1.02
 """Several devices that are not faster than one by this factor are not worth their transfers."""
 
 
-class TaskSettings(TypedDict, total=False):
-    """Fields of `Task`."""
+class PlanSettings(TypedDict, total=False):
+    """Fields of `SearchConfig`, then of `Task`."""
 
+    method: str
+    seed: int
+    evaluate: How
     train: bool
     loss_fn: Loss | None
     targets: tuple[Any, ...]
     optimizer: Any
+
+
+_OF_TASK = frozenset(entry.name for entry in fields(Task))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +122,9 @@ def plan(
     max_memory: Mapping[str, int | str] | None = None,
     level: str = "op",
     budget: float | str | None = None,
-    method: str = "auto",
-    seed: int = 0,
-    evaluate: How = SIMULATE,
     run: RunConfig | None = None,
     observe: Callable[[Progress], None] = lambda progress: None,
-    **task: Unpack[TaskSettings],
+    **settings: Unpack[PlanSettings],
 ) -> Planned:
     """Searches for the fastest placement of a module; moves nothing.
 
@@ -135,29 +138,29 @@ def plan(
         max_memory: bytes, or a text such as `10GiB`, that a device may give, by its name.
         level: `op` places op by op; `module` keeps whole what accelerate and pipelines keep whole.
         budget: seconds to search, or a text such as `5m`.
-        method: as in `placewright.place`.
-        seed: as in `placewright.place`.
-        evaluate: `simulate`; or `measure` and `simulate+measure`, which run placements on these
-            devices and compare the best of them in turns.
         run: settings of real runs, such as `TorchRunConfig(capture=False)`.
         observe: called with the progress after every batch of trials.
-        task: `train`, `loss_fn`, `targets` and `optimizer`, as in `Task`: a whole training step
-            where `train` is true.
+        settings: `method` and `seed`, as in `placewright.place`; `evaluate`, which is `simulate`,
+            or `measure` or `simulate+measure` to run placements on these devices and compare the
+            best of them in turns; and `train`, `loss_fn`, `targets` and `optimizer`, as in `Task`:
+            a whole training step where `train` is true.
     """
     if level not in ("op", "module"):
         raise PlacementError(f"level is {level!r}; there are 'op' and 'module'")
+    of_task: dict[str, Any] = {n: value for n, value in settings.items() if n in _OF_TASK}
+    of_search: dict[str, Any] = {n: value for n, value in settings.items() if n not in _OF_TASK}
     source = model
     if not isinstance(source, TorchModel):
-        source = TorchModel(source, Inputs.of(inputs), Task(**task))
+        source = TorchModel(source, Inputs.of(inputs), Task(**of_task))
     cluster = with_memory(cluster_of(devices), max_memory or {})
     program = read_program(source)
     problem = problem_of(program, cluster, level)
     config = SearchConfig(
-        method=method, budget=budget or 10.0, seed=seed, evaluate=evaluate,
-        op_level=None if level == "op" else False,
+        budget=budget or 10.0, op_level=None if level == "op" else False,
+        **{"evaluate": SIMULATE, **of_search},
     )  # fmt: skip
     machine = None
-    if evaluate != SIMULATE:
+    if config.evaluate != SIMULATE:
         check_here(source, cluster, run)
         machine = Machine(program, run, feeds_of(source, program))
     try:

@@ -178,7 +178,8 @@ def _merged(workload: Workload) -> Problem:
             Edge(called[graph.op_index[src]], called[graph.op_index[dst]], output)
             for src, dst, output in graph.edges()
         ]
-    graph = Graph.from_ops(" + ".join(part.problem.graph.name for part in parts), ops, edges)
+    name = " + ".join(part.problem.graph.name for part in parts)
+    graph = Graph.from_ops(name, ops, edges, issue=parts[0].problem.graph.issue)
     numbers: dict[str, int] = {}
     group_of = [numbers.setdefault(label_of[name], len(numbers)) for name in graph.op_names]
     grouping = Grouping(group_of=frozen(np.array(group_of, dtype=np.int32)), names=tuple(numbers))

@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -93,6 +94,20 @@ def test_is_searched_with_real_runs(model: Toy, problem: Problem) -> None:
     # Side by side, which takes half the time.
     placed = refined.placement_by_op()
     assert placed["left"] != placed["right"]
+
+
+def test_a_package_that_is_installed_brings_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def entry_points(group: str) -> list[EntryPoint]:
+        modules = {"toy": "tests.toy_backend:BACKEND", "gone": "no.such.module:BACKEND"}
+        return [EntryPoint(name, module, group) for name, module in modules.items()]
+
+    monkeypatch.setattr(backends, "_registered", {})
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    monkeypatch.setattr(backends, "_found", backends._found.__wrapped__)
+    assert isinstance(backends.get("toy"), ToyBackend)
+    assert "backend gone cannot be loaded from no.such.module:BACKEND" in caplog.text
 
 
 def test_is_found_by_its_name_and_by_what_it_reads(toy: ToyBackend, model: Toy) -> None:

@@ -151,7 +151,7 @@ def test_what_workers_measure_has_a_final(tmp_path: Path, how: Any) -> None:
     config = SearchConfig(
         method="random", trials=40, evaluate=how, rounds=RoundsConfig(simulate_seconds=0.5)
     )
-    result = Session(problem, config, pool=workers, directory=tmp_path / "out").run()
+    result = Session(problem, config, team=workers, directory=tmp_path / "out").run()
     assert result.best is not None
     assert len(result.best.measurement.step_seconds) == RoundsConfig.final_rounds
     assert result.comparisons

@@ -508,7 +508,9 @@ def test_checkpoints_that_cannot_be_used_are_refused_in_one_line(tmp_path: Path)
 
 
 def _going_on(learner: Learner, problem: Problem) -> Learner:
-    return Learner(problem, learner.config, name="learner", previous=learner)
+    following = Learner(problem, learner.config, name="learner", updater=learner.updater)
+    following.go_on_from(learner)
+    return following
 
 
 def _under_other_costs(problem: Problem) -> Problem:

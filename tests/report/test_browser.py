@@ -178,6 +178,9 @@ def test_search_dims_what_does_not_match(opened: Opened) -> None:
 
 def test_switches_zoom_and_theme(opened: Opened) -> None:
     opened.page.get_by_role("button", name="by seconds").click()
+    ticks = "[...document.querySelectorAll('#progress-chart .ytick')].map(t => t.textContent)"
+    labels = opened.page.evaluate(ticks)
+    assert len(set(labels)) == len(labels) > 1  # also where steps take microseconds
     title = "() => document.getElementById('progress-chart').layout.xaxis.title.text"
     opened.page.wait_for_function(f"() => ({title})() === 'seconds of search'")
     opened.page.get_by_role("button", name="by device").click()

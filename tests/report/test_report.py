@@ -359,7 +359,7 @@ def test_memory_is_thinned_without_losing_the_peak() -> None:
 
 def test_layers_go_forward_and_do_not_overlap() -> None:
     problem = make_problem(layered_graph(2000, 10), Cluster.load("k80x2"), ProblemConfig(groups=60))
-    edges = analysis.group_edges(problem)
+    edges = analysis.traffic(problem)
     layer, height = analysis.layered(problem.num_groups, edges)
     for a, b in zip(edges.source.tolist(), edges.target.tolist(), strict=True):
         assert a > b or layer[a] < layer[b]
@@ -378,7 +378,7 @@ def test_edges_count_a_tensor_once() -> None:
     graph = Graph.from_ops("g", ops, edges, [("^b/", "b"), ("^a", "a")])
     problem = make_problem(graph, Cluster.load("k80x2"))
     assert problem.grouping.names == ("a", "b")
-    found = analysis.group_edges(problem)
+    found = analysis.traffic(problem)
     assert (found.bytes.tolist(), found.tensors.tolist()) == ([107], [2])
 
 

@@ -59,8 +59,8 @@ class Reference:
         graph, cluster = problem.graph, problem.cluster
         self.priority = priority if priority is not None else range(graph.num_ops)
         any_issuing = bool(problem.issue_seconds.any())
-        self.host = any_issuing and cluster.issue == "host"
-        self.executors = any_issuing and cluster.issue == "device"
+        self.host = any_issuing and problem.issue == "host"
+        self.executors = any_issuing and problem.issue == "device"
         self.executor_free = [0.0] * cluster.num_devices
         self.issued = 0 if self.host else graph.num_ops
         """Ops with lower numbers are issued."""
@@ -339,7 +339,7 @@ class Reference:
     def issue(self, op: int, now: float) -> None:
         """Gives a ready op to whoever has to issue it, or to a server."""
         device = self.device[op]
-        if not (self.executors and self.problem.cluster.issued_apart[device]):
+        if not (self.executors and self.problem.issued_apart[device]):
             self.give(op, now)
             return
         start = max(now, self.executor_free[device])
@@ -468,7 +468,7 @@ class Reference:
                     self.send(item, target, now)
                     self.packing += self.work(item, target)
                 self.hold(item.tensor, target, ("used by", consumer, item.tensor), visit)
-            if not (self.executors and self.problem.cluster.issued_apart[device]):
+            if not (self.executors and self.problem.issued_apart[device]):
                 ready += self.deliver(item, device)
         if op == self.blocking:
             self.blocking = -1

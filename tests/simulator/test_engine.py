@@ -24,7 +24,8 @@ from placewright.grouping import each_op
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.simulator import Simulation, Simulator, lower_bounds
-from placewright.simulator.kernel import compiled, simulate
+from placewright.simulator.compiling import compiled
+from placewright.simulator.kernel import simulate
 from placewright.testing import (
     gpu_boards,
     layered_graph,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from placewright.graph import Op, Tensor, frozen
+from placewright.graph import Graph, Op, Tensor, frozen
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem
@@ -259,3 +259,18 @@ def test_a_graph_that_costs_nothing() -> None:
     assert made.speed_up == 1.0
     assert not made.rests_on_overhead
     assert over_orders(problem, [Placement.of(problem, [0, 1])])[0].spread == 0
+
+
+def test_a_cluster_that_does_not_say_leaves_it_to_the_models_framework(tmp_path: Path) -> None:
+    seconds = {"a": 0.1, "b": 0.1}
+    said = issued(seconds, [], "host")
+    graph = replace(said.graph, issue="host")
+    left = replace(said, graph=graph, cluster=replace(said.cluster, issue=None))
+    apart = {"a": 0, "b": 1}
+    assert spans(simulated(left, apart)) == spans(simulated(said, apart))
+    executors = replace(left, graph=said.graph)
+    assert spans(simulated(executors, apart)) != spans(simulated(said, apart))
+    graph.save(tmp_path / "graph.json")
+    again = Graph.load(tmp_path / "graph.json")
+    assert again == graph != said.graph
+    assert again.issue == "host"

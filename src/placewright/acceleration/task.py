@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from placewright.acceleration.config import EAGER, ONE, PLAIN, STREAMS, AccelerateConfig
 from placewright.acceleration.trials import Option, improve, schedules, trial
 from placewright.backends.pytorch.exporting import first_line
+from placewright.backends.pytorch.outputs import opened
 from placewright.backends.pytorch.streams import kernels
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Entry
@@ -326,7 +327,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _flat(outputs: Any) -> list[Any]:
-    leaves: list[Any] = pytree.tree_leaves(outputs)
+    leaves: list[Any] = pytree.tree_leaves(opened(outputs))
     return leaves
 
 

@@ -85,20 +85,6 @@ class LoadOptions:
             object.__setattr__(self, "fetches", (self.fetches,))
 
 
-SCALES: tuple[str, ...] = ("paper", "small")
-"""Of benchmark models."""
-
-
-def check_benchmark_model(name: str, scale: str, batch: int | None, names: Sequence[str]) -> None:
-    """Raises where there is no such benchmark model among `names`, or not of that size."""
-    if name not in names:
-        raise ModelError(f"unknown model {name!r}; choose from {', '.join(names)}")
-    if scale not in SCALES:
-        raise ModelError(f"unknown scale {scale!r}; choose from {', '.join(SCALES)}")
-    if batch is not None and batch < 1:
-        raise ModelError(f"batch must be at least 1, not {batch}")
-
-
 def refuse(what: str, **options: object) -> None:
     """Raises for an option that is given and has no effect: it would look as if it had one."""
     for name, value in options.items():

@@ -11,8 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from placewright.backends.base import Array, Program, Run, RunConfig, Span, Trace, Transfer
 from placewright.backends.feeds import make_feeds
@@ -49,6 +48,10 @@ class ProcessRunner(ABC):
     `seconds`, `timing` (the fields of `Timing`), `traces`, `train_steps` and `check`.
     """
 
+    program_type: ClassVar[type[Any]]
+    """Of the programs that it runs."""
+    run_config: ClassVar[type[RunConfig]]
+    """Its settings; one with fewer is completed with what these have by default."""
     attempts: int = 1
     """Starts before giving up where a port is taken: one that was free can be so a moment later."""
 
@@ -56,12 +59,18 @@ class ProcessRunner(ABC):
         self,
         program: Program,
         cluster: Cluster,
-        config: RunConfig,
-        feeds: Mapping[str, Array] | None,
+        config: RunConfig | None = None,
+        *,
+        feeds: Mapping[str, Array] | None = None,
     ) -> None:
-        self.program = program
+        assert isinstance(program, self.program_type), f"a program of {program.backend}"
+        config = config or self.run_config()
+        if not isinstance(config, self.run_config):
+            config = self.run_config(**vars(config))
+        self.program: Any = program
         self.cluster = cluster
-        self.config = config
+        self.config: Any = config
+        self._begin()
         self.restarts = 0
         """How often the processes had to be replaced."""
         self._feeds = make_feeds(program.inputs, feeds, config.seed)
@@ -74,6 +83,9 @@ class ProcessRunner(ABC):
         _open.add(self)
 
     # --- what a framework says ---
+
+    def _begin(self) -> None:  # noqa: B027 some need nothing
+        """Looks at program, cluster and config; raises for what cannot be run. Starts nothing."""
 
     def _make_network(self) -> PrivateNetwork | None:
         """What all processes live in, where they listen and nobody else is to reach them."""
@@ -360,12 +372,7 @@ class ProcessRunner(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

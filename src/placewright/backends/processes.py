@@ -194,6 +194,19 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
     os._exit(0)
 
 
+def serve_begun(begin: Callable[[dict[str, Any]], Callable[[dict[str, Any]], Any]]) -> None:
+    """The same, where the first request says what to begin with, which then answers the others."""
+    begun: list[Callable[[dict[str, Any]], Any]] = []
+
+    def handle(request: dict[str, Any]) -> Any:
+        if not begun:
+            begun.append(begin(request))
+            return {"ready": True}
+        return begun[0](request)
+
+    serve(handle)
+
+
 def die_with(parent: int) -> None:
     """Ends this process when the one that started it does, however that ends."""
     if sys.platform == "linux":

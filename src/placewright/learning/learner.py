@@ -57,34 +57,22 @@ class Learner(Placer):
         updater: Updater | None = None,
         teachers: Sequence[Placer] = (),
         polisher: LocalSearch | None = None,
-        previous: Learner | None = None,
         on_gpu: bool = True,
     ) -> None:
         """`policy` is a trained one to go on from. `updater` shares one policy with other learners.
         `teachers` are asked for placements to begin with, unless the search tells of some.
-        `polisher` is the local search that it polishes with, if not one of its own. `previous` is
-        the learner of the same placements under other costs, to go on with: what was learned of the
-        graph holds under these as well, and times do not. `on_gpu`: the policy computes on a GPU if
-        there is one, which must not be where placements are measured."""
+        `polisher` is the local search that it polishes with, if not one of its own. `on_gpu`: the
+        policy computes on a GPU if there is one, which must not be where placements are
+        measured."""
         super().__init__(problem)
         self.name = name
         self.config = config = resolved(config)
         self.seed = seed
-        if previous is not None:
-            updater = previous.updater
+        # Placing an unseen graph takes a trained policy one trial.
+        self._greedy_due = updater is None and policy is not None
         if updater is None:
-            self._greedy_due = policy is not None
-            if policy is None:
-                # Initial weights come from torch's global generator, which is left as it was.
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(seed)
-                    policy = Policy.for_problems(config.policy, [problem])
-            if on_gpu and torch.cuda.is_available():
-                policy = policy.cuda()
-            updater = Updater(policy, config)
-        else:
-            self._greedy_due = False
-        self.updater: Updater = updater
+            updater = Updater.begin([problem], config, seed=seed, policy=policy, on_gpu=on_gpu)
+        self.updater = updater
         self.policy = updater.policy
         random = torch.Generator().manual_seed(seed)
         self.algorithm = PolicyGradient(problem, config, updater, random)
@@ -117,12 +105,13 @@ class Learner(Placer):
         self._snapshot: LearnerState | None = None
         # The best placements under other costs, which are to be tried under these.
         self._again: list[Placement] = []
-        if previous is not None:
-            self._go_on_from(previous)
 
-    def _go_on_from(self, previous: Learner) -> None:
-        """The policy and its optimizer go on, and so do all schedules. The best placements are
-        proposed again to learn their times; the baseline starts from the first rewards."""
+    def go_on_from(self, previous: Learner) -> None:
+        """Takes over from the learner of the same placements under other costs, whose updater this
+        one was given: what was learned of the graph holds under these as well, and times do not. So
+        all schedules go on, the best placements are proposed again to learn their times, and the
+        baseline starts from the first rewards."""
+        assert self.updater is previous.updater
         best = previous._elites.best[: previous.config.elites]
         self._again = [Placement.of(self.problem, elite.placement.devices) for elite in best]
         self.algorithm.baseline = None
@@ -173,7 +162,6 @@ class Learner(Placer):
 
     def _ask_others(self, count: int) -> list[Placement]:
         if self._greedy_due:
-            # Placing an unseen graph in one trial.
             self._greedy_due = False
             return [self.greedy()]
         if self._again:

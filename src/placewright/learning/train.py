@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from placewright.budget import BATCH, Budget
 from placewright.errors import LearningError
 from placewright.evaluators.base import Evaluator
@@ -59,13 +57,7 @@ def train(
     no more than one with short ones. `policy` is one to go on training.
     """
     problems = [lesson.evaluator.problem for lesson in lessons]
-    if policy is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            policy = Policy.for_problems(config.policy, problems)
-    if torch.cuda.is_available():
-        policy = policy.cuda()
-    updater = Updater(policy, config)
+    updater = Updater.begin(problems, config, seed=seed, policy=policy)
     learners = [
         Learner(
             lesson.evaluator.problem, config, name=f"lesson {number}", seed=seed + number,
@@ -98,7 +90,7 @@ def train(
             f"no update in {training.trials} trials: the budget is too small, or there is nothing "
             "to choose"
         )
-    return policy
+    return updater.policy
 
 
 def _one_update(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from placewright.learning.config import LearnerConfig
 from placewright.learning.policy import Policy
+from placewright.problem import Problem
 
 Gradients = dict[str, Tensor]
 """By name of the parameter."""
@@ -27,6 +28,26 @@ class Updater:
         self.config = config
         self.steps = 0
         self._adam = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
+
+    @staticmethod
+    def begin(
+        problems: Sequence[Problem],
+        config: LearnerConfig,
+        *,
+        seed: int,
+        policy: Policy | None = None,
+        on_gpu: bool = True,
+    ) -> Updater:
+        """Of a policy to go on from, or of a new one for these problems; on a GPU, if there is one
+        and it may be used."""
+        if policy is None:
+            # Initial weights come from torch's global generator, which is left as it was.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                policy = Policy.for_problems(config.policy, problems)
+        if on_gpu and torch.cuda.is_available():
+            policy = policy.cuda()
+        return Updater(policy, config)
 
     def apply(self, gradients: Gradients) -> None:
         """One step. The gradients may come from elsewhere, and from older parameters."""

@@ -13,40 +13,15 @@ scheduled right before the first op that needs them; see `_light_sources`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from placewright.graph import BoolArray, FloatArray, Graph, IndexArray, IntArray
 from placewright.placers.memory import bytes_over_time
 from placewright.problem import Problem
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def compiled(function: _F) -> _F:
-    """Compiles with numba, once per machine."""
-    return _compile(function)
-
-
-def compiled_part(function: _F) -> _F:
-    """The same for a function that only compiled ones call; much quicker to compile."""
-    return _compile(function, no_cpython_wrapper=True)
-
-
-def _compile(function: _F, **options: bool) -> _F:
-    # numba's cache notices a change in the function's own file only. After a change to a part that
-    # is called from another file, that file's cache (__pycache__/*.nb?) has to be deleted.
-    njit: Any = numba.njit  # its types, where it has any, do not know all options
-    options = {"nogil": True, "no_cfunc_wrapper": True, **options}
-    try:
-        return cast(_F, njit(cache=True, **options)(function))
-    except RuntimeError:  # nowhere to write the cache: compile anew in every process
-        return cast(_F, njit(**options)(function))
-
+from placewright.simulator.compiling import compiled, compiled_part
 
 _A = TypeVar("_A", bound=npt.NDArray[Any])
 
@@ -369,3 +344,22 @@ def choose_for_light(t: Tasks, op: int, device: IndexArray, candidate: BoolArray
         if total < least:
             best, least = d, total
     return best
+
+
+@compiled_part
+def settle_light(t: Tasks, room: Room, op: int, device: IndexArray, candidate: BoolArray) -> None:
+    """Gives the group of a light source a device, if it has none."""
+    group = t.group_of[op]
+    if device[group] < 0:
+        find_candidates(room, group, candidate)
+        device[group] = choose_for_light(t, op, device, candidate)
+        take_room(room, group, device[group])
+
+
+@compiled_part
+def settle_lights(
+    t: Tasks, room: Room, pending: IntArray, count: int, device: IndexArray, candidate: BoolArray
+) -> None:
+    """The same for all that an op waits for, those nearest to it first."""
+    for k in range(count - 1, -1, -1):
+        settle_light(t, room, pending[k], device, candidate)

@@ -13,21 +13,20 @@ from placewright.placement import Placement
 from placewright.placers._schedule import (
     Room,
     Tasks,
-    choose_for_light,
-    compiled,
-    compiled_part,
     emptied,
     find_arrivals,
     find_candidates,
     find_light_inputs,
     room_of,
     scheduling_order,
+    settle_lights,
     take_room,
     tasks_of,
 )
 from placewright.placers.group_graph import GroupGraph, group_graph
 from placewright.placers.offload import offload
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 
 _TRANSFER_SHARE = 0.1
 """How much of a group's transfers counts in the second try. Most of their time is hidden behind
@@ -65,15 +64,7 @@ def _schedule(
     """[G] device of each group."""
     n, devices = t.op_seconds.shape
     slots = len(t.slot_device)
-    # The free time of each slot, as gaps in order; the last one never ends.
-    gap_start = np.zeros((slots, n + 1))
-    gap_end = np.full((slots, n + 1), np.inf)
-    gaps = np.ones(slots, np.int64)
-    shortest = np.full(devices, np.inf)
-    for op in range(n):
-        for d in range(devices):
-            shortest[d] = min(shortest[d], t.op_seconds[op, d])
-
+    gap_start, gap_end, gaps, shortest = free_time(t)
     device = np.full(len(t.group_seconds), -1, np.int32)
     done = np.zeros(n, np.bool_)
     finish = np.zeros(n)
@@ -113,12 +104,7 @@ def _schedule(
             take_room(room, group, best)
 
         count = find_light_inputs(t, op, done, pending, found_for)
-        for k in range(count - 1, -1, -1):
-            other = t.group_of[pending[k]]
-            if device[other] < 0:
-                find_candidates(room, other, candidate)
-                device[other] = choose_for_light(t, pending[k], device, candidate)
-                take_room(room, other, device[other])
+        settle_lights(t, room, pending, count, device, candidate)
         pending[count] = op
         for k in range(count + 1):
             current = pending[k]
@@ -130,6 +116,20 @@ def _schedule(
             )  # fmt: skip
             done[current] = True
     return device
+
+
+@compiled_part
+def free_time(t: Tasks) -> tuple[FloatArray, FloatArray, IntArray, FloatArray]:
+    """The free time of each slot, as gaps in order, the last of which never ends: where they start
+    and end, and how many; and how long the shortest op of each device takes."""
+    n, devices = t.op_seconds.shape
+    slots = len(t.slot_device)
+    shortest = np.full(devices, np.inf)
+    for op in range(n):
+        for d in range(devices):
+            shortest[d] = min(shortest[d], t.op_seconds[op, d])
+    gap_end = np.full((slots, n + 1), np.inf)
+    return np.zeros((slots, n + 1)), gap_end, np.ones(slots, np.int64), shortest
 
 
 @compiled_part

@@ -16,19 +16,19 @@ from placewright.placement import Placement
 from placewright.placers._schedule import (
     Room,
     Tasks,
-    choose_for_light,
-    compiled,
-    compiled_part,
     find_arrivals,
     find_candidates,
     find_light_inputs,
     room_of,
     scheduling_order,
+    settle_light,
+    settle_lights,
     take_room,
     tasks_of,
 )
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 
 
 def m_etf(problem: Problem) -> list[Placement]:
@@ -119,8 +119,7 @@ def _schedule(t: Tasks, room: Room, position: IntArray, favourite: BoolArray) ->
             s.device[t.group_of[op]] = device
             take_room(room, t.group_of[op], device)
         lights = find_light_inputs(t, op, s.done, pending, found_for)
-        for k in range(lights - 1, -1, -1):
-            _place_light(t, room, pending[k], s)
+        settle_lights(t, room, pending, lights, s.device, s.candidate)
         for k in range(lights):
             # They ran when their device had nothing else to do; their time is lost to it.
             _run(t, pending[k], True, s)
@@ -139,7 +138,7 @@ def _schedule(t: Tasks, room: Room, position: IntArray, favourite: BoolArray) ->
                 count += 1
 
     for op in range(n):  # light sources that nothing asked for
-        _place_light(t, room, op, s)
+        settle_light(t, room, op, s.device, s.candidate)
     return s.device
 
 
@@ -187,16 +186,6 @@ def _find_earliest(
             ):
                 best, best_at, best_device, best_start, best_end = op, k, d, start, end
     return best_at, best_device
-
-
-@compiled_part
-def _place_light(t: Tasks, room: Room, op: int, s: _State) -> None:
-    """Gives the group of a light source a device, if it has none."""
-    group = t.group_of[op]
-    if s.device[group] < 0:
-        find_candidates(room, group, s.candidate)
-        s.device[group] = choose_for_light(t, op, s.device, s.candidate)
-        take_room(room, group, s.device[group])
 
 
 @compiled_part

@@ -18,20 +18,20 @@ from placewright.placement import Placement
 from placewright.placers._schedule import (
     Room,
     Tasks,
-    choose_for_light,
-    compiled,
-    compiled_part,
     emptied,
     find_candidates,
     find_light_inputs,
     room_of,
     scheduling_order,
+    settle_light,
+    settle_lights,
     take_room,
     tasks_of,
 )
-from placewright.placers.heft import find_gap, insert
+from placewright.placers.heft import find_gap, free_time, insert
 from placewright.placers.single_device import accelerators
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled, compiled_part
 from placewright.stopping import Stopped, never, run_compiled
 
 _LOOK = 256
@@ -201,19 +201,6 @@ def _fetch(t: Tasks, w: _Wires, p: _Plan, op: int, d: int, busy: bool) -> float:
     return arrival
 
 
-@compiled_part
-def _settle_lights(
-    t: Tasks, room: Room, p: _Plan, count: int, pending: IntArray, candidate: BoolArray
-) -> None:
-    """Gives the light sources that an op waits for their devices, those nearest to it first."""
-    for k in range(count - 1, -1, -1):
-        group = t.group_of[pending[k]]
-        if p.device[group] < 0:
-            find_candidates(room, group, candidate)
-            p.device[group] = choose_for_light(t, pending[k], p.device, candidate)
-            take_room(room, group, p.device[group])
-
-
 @compiled
 def _by_rank(
     t: Tasks, w: _Wires, room: Room, order: IntArray, busy: bool, stop: BoolArray
@@ -222,14 +209,7 @@ def _by_rank(
     n, devices = t.op_seconds.shape
     slots = len(t.slot_device)
     p = _begun(t, w)
-    # The free time of each slot, as gaps in order; the last one never ends.
-    gap_start = np.zeros((slots, n + 1))
-    gap_end = np.full((slots, n + 1), np.inf)
-    gaps = np.ones(slots, np.int64)
-    shortest = np.full(devices, np.inf)
-    for op in range(n):
-        for d in range(devices):
-            shortest[d] = min(shortest[d], t.op_seconds[op, d])
+    gap_start, gap_end, gaps, shortest = free_time(t)
     candidate = np.zeros(devices, np.bool_)
     pending = np.zeros(n + 1, np.int64)
     found_for = np.full(n, -1, np.int64)
@@ -260,7 +240,7 @@ def _by_rank(
             p.device[group] = best
             take_room(room, group, best)
         count = find_light_inputs(t, op, p.done, pending, found_for)
-        _settle_lights(t, room, p, count, pending, candidate)
+        settle_lights(t, room, pending, count, p.device, candidate)
         pending[count] = op
         for k in range(count + 1):
             current = pending[k]
@@ -467,7 +447,7 @@ def _by_start(
             p.device[t.group_of[op]] = home
             take_room(room, t.group_of[op], home)
         count = find_light_inputs(t, op, p.done, pending, found_for)
-        _settle_lights(t, room, p, count, pending, candidate)
+        settle_lights(t, room, pending, count, p.device, candidate)
         for k in range(count):
             # They ran when their device had nothing else to do; their time is lost to it.
             light = pending[k]
@@ -485,6 +465,5 @@ def _by_start(
                 _offer(t, w, room, p, q, free, position, consumer, candidate, busy)
 
     for op in range(n):  # light sources that nothing asked for
-        pending[0] = op
-        _settle_lights(t, room, p, 1, pending, candidate)
+        settle_light(t, room, op, p.device, candidate)
     return p.device

@@ -9,10 +9,10 @@ import numpy as np
 from placewright.graph import FloatArray, IndexArray, IntArray
 from placewright.measurement import Outcome, Trial
 from placewright.placement import Placement
-from placewright.placers._schedule import compiled
 from placewright.placers.base import Placer
 from placewright.problem import Problem
 from placewright.simulator import Simulator
+from placewright.simulator.compiling import compiled
 
 _BATCH = 32
 """Proposals at a time: each starts from the same placement, so that more would soon be out of date,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from placewright.graph import FloatArray, IndexArray, IntArray
+from placewright.grouping import edges_between
 from placewright.problem import Problem
 from placewright.simulator.timeline import Timeline, route_channels
 
@@ -153,40 +154,32 @@ def families(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GroupEdges:
+class Traffic:
     """What groups send each other: E pairs of groups that differ."""
 
     source: IntArray
     target: IntArray
     bytes: IntArray
-    """[E] each tensor counted once."""
+    """[E] each tensor counted once, however many ops of the group read it."""
     tensors: IntArray
     """[E] how many; 0 for mere control edges."""
 
 
-def group_edges(problem: Problem) -> GroupEdges:
-    graph, group_of = problem.graph, problem.grouping.group_of.astype(np.int64)
-    count = problem.num_groups
-    source, target = group_of[graph.edge_src], group_of[graph.edge_dst]
-    crossing = source != target
-    pair = (source * count + target)[crossing]
-    tensor = graph.edge_tensor[crossing].astype(np.int64)
-    pairs, of = np.unique(pair, return_inverse=True)
-    data = tensor >= 0
-    # A tensor that several ops of the group read is one tensor.
-    once = np.unique(of[data].astype(np.int64) * (graph.num_tensors + 1) + tensor[data])
-    which, carried = once // (graph.num_tensors + 1), once % (graph.num_tensors + 1)
+def traffic(problem: Problem) -> Traffic:
+    edges, count = edges_between(problem.graph, problem.grouping), problem.num_groups
+    pairs, of = np.unique(edges.src * count + edges.dst, return_inverse=True)
+    once = edges.transfers[edges.tensor[edges.transfers] >= 0]
     sizes = np.zeros(len(pairs), dtype=np.int64)
-    np.add.at(sizes, which, graph.tensor_bytes[carried])
-    return GroupEdges(
+    np.add.at(sizes, of[once], edges.bytes[once])
+    return Traffic(
         source=pairs // max(count, 1),
         target=pairs % max(count, 1),
         bytes=sizes,
-        tensors=np.bincount(which, minlength=len(pairs)),
+        tensors=np.bincount(of[once], minlength=len(pairs)),
     )
 
 
-def layered(num_groups: int, edges: GroupEdges) -> tuple[IntArray, FloatArray]:
+def layered(num_groups: int, edges: Traffic) -> tuple[IntArray, FloatArray]:
     """([G] layer, [G] height) of the groups, drawn left to right.
 
     Groups are numbered by their first op, so an edge to a higher number goes forward; the others

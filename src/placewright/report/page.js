@@ -202,6 +202,7 @@ const progress = () => {
   let by = 0;
   const chart = plot(node, 340, () => {
     const data = [];
+    const [scale, unit] = timeUnit(Math.max(...RUNS.flatMap(run => [...run.progress.flatMap(line => line.points), ...run.overall]).map(p => p[2]), 1e-12));
     RUNS.forEach((run, i) => {
       const lines = TWO ? [{placer: run.name, points: run.overall}].filter(line => line.points.length) : run.progress;
       /* Methods that search are lines and get the clearest colours; the others are points. */
@@ -211,7 +212,7 @@ const progress = () => {
         const last = line.points[line.points.length - 1];
         const points = line.points.length > 1 || TWO ? [...line.points, [run.trials, run.searchSeconds, last[2]]] : line.points;
         data.push({type: "scatter", mode: points.length > 1 ? "lines" : "markers", name: esc(line.placer),
-          x: points.map(p => by === 0 ? p[0] : Math.max(p[1], 1e-3)), y: points.map(p => p[2]),
+          x: points.map(p => by === 0 ? p[0] : Math.max(p[1], 1e-3)), y: points.map(p => p[2] * scale),
           line: {shape: "hv", width: 2.2, color: colour}, marker: {size: 9, color: colour, symbol: "diamond"},
           customdata: points.map(p => `<b>${esc(line.placer)}</b><br>${seconds(p[2])} after ${count(p[0], "trial")}, ${p[1].toFixed(2)} s`),
           hovertemplate: "%{customdata}" + ALSO});
@@ -219,7 +220,7 @@ const progress = () => {
     });
     return {data, showlegend: true, legend: {orientation: "h", y: -0.22, font: {size: 12.5}, itemwidth: 30}, margin: {l: 8, r: 12, t: 8, b: 30},
       xaxis: {type: "log", title: {text: by === 0 ? "trials" : "seconds of search"}, dtick: 1},
-      yaxis: {type: "log", title: {text: "step time (s)"}, tickformat: ".2~f", nticks: 8}};
+      yaxis: {type: "log", title: {text: `step time (${unit})`}, tickformat: ".3~s", nticks: 8}};
   });
   chart.id = "progress-chart";
   switcher(head, ["by trials", "by seconds"], choice => { by = choice; redraw(); });

@@ -303,7 +303,7 @@ def _ops(run: Run) -> dict[str, Any]:
 
 def _graph(run: Run, timeline: Timeline, key: str) -> dict[str, Any]:
     problem = run.problem
-    edges = analysis.group_edges(problem)
+    edges = analysis.traffic(problem)
     layer, height = analysis.layered(problem.num_groups, edges)
     devices = timeline.placement.devices
     took = timeline.op_end - timeline.op_start
@@ -326,7 +326,7 @@ def _graph(run: Run, timeline: Timeline, key: str) -> dict[str, Any]:
     }
 
 
-def _pairs(edges: analysis.GroupEdges) -> list[list[int]]:
+def _pairs(edges: analysis.Traffic) -> list[list[int]]:
     """[a, b, bytes from a to b, bytes back, tensors]: gradients go back where values came from, and
     one line shows both."""
     both: dict[tuple[int, int], list[int]] = {}

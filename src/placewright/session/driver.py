@@ -61,8 +61,8 @@ class Session:
         machine: what real runs are made with, where there are to be any.
         runner: the same, started already; it is left running.
         calibration: what is known of costs already; nothing is traced to find that out.
-        pool: tries the placements in place of what the session would make, and is left as it is.
-        team: how many processes to search with, on Ray; None for this one.
+        team: how many processes to search with, on Ray; or what tries the placements in place of
+            what the session would make, and is left as it is. None for this process.
         directory: where every trial is recorded. One that holds a run of this problem is continued.
         observe: called with the progress after every batch.
         stop: asked again and again; once it says so the search ends with what was found.
@@ -76,8 +76,7 @@ class Session:
         machine: Machine | None = None,
         runner: Runner | None = None,
         calibration: Calibration | None = None,
-        pool: Evaluator | None = None,
-        team: TeamConfig | None = None,
+        team: TeamConfig | Evaluator | None = None,
         directory: str | Path | None = None,
         observe: Callable[[Progress], None] = lambda progress: None,
         stop: Callable[[], bool] = never,
@@ -87,8 +86,8 @@ class Session:
         self.machine = machine
         self.runner = runner
         self.calibration = calibration
-        self.pool = pool
-        self.team = team
+        self.team = team if isinstance(team, TeamConfig) else None
+        self.pool = None if isinstance(team, TeamConfig) else team
         self.directory = None if directory is None else Path(directory)
         self.observe = observe
         self.stop = stop

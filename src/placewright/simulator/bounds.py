@@ -8,8 +8,8 @@ import numpy as np
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
 from placewright.problem import Problem
+from placewright.simulator.compiling import compiled
 from placewright.simulator.flow import Flow
-from placewright.simulator.kernel import compiled
 from placewright.stays import unit_weights
 from placewright.units import format_bytes
 
@@ -146,7 +146,7 @@ def _issuing(problem: Problem) -> float:
     if not problem.issue_seconds.any():
         return 0.0
     seconds = _group_sums(problem, problem.issue_seconds)
-    if problem.cluster.issue == "host":
+    if problem.issue == "host":
         total = np.where(problem.allowed.T, seconds, np.inf).min(axis=0).sum()
         return float(total) * (1.0 - _ROUNDING)
     return _balanced(problem, seconds, problem.allowed, None)

@@ -483,7 +483,7 @@ def _by_kind(problem: Problem, seconds: FloatArray) -> FloatArray:
 def _num_issuers(problem: Problem) -> int:
     if not problem.issue_seconds.any():
         return 0
-    return 1 if problem.cluster.issue == "host" else int(problem.cluster.issued_apart.sum())
+    return 1 if problem.issue == "host" else int(problem.issued_apart.sum())
 
 
 def _issuing(problem: Problem) -> Issuing | None:
@@ -493,8 +493,8 @@ def _issuing(problem: Problem) -> Issuing | None:
     cluster = problem.cluster
     first = sum(device.kind.slots for device in cluster.devices)
     first += len(cluster.routes.channel_names)
-    host = cluster.issue == "host"
-    apart = cluster.issued_apart.copy()
+    host = problem.issue == "host"
+    apart = problem.issued_apart.copy()
     if host:
         # What runs on the processors runs on the thread that issues it.
         apart = np.array([device.type != "cpu" for device in cluster.devices])
@@ -535,7 +535,7 @@ def _chips(problem: Problem) -> Chips | None:
         chip=np.where(chip_of_server < 0, count, chip_of_server).astype(UINT),
         first=np.cumsum([0, *(len(servers) for servers in members)]).astype(UINT),
         servers=np.concatenate([*members, np.zeros(0, dtype=np.int64)]).astype(UINT),
-        demand=np.asarray(problem.costs.demand.T.flatten(), dtype=np.float64),
+        demand=np.array(problem.costs.demand.T, dtype=np.float64, order="C"),
         hop_count=np.where(routes.relayed.ravel(), np.diff(offsets), 0).astype(UINT),
         hop_latency=padded[0].ravel(),
         hop_gap=padded[1].ravel(),

@@ -8,16 +8,15 @@ lower queue; servers come before channels, and those before executors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias
 
-import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
 from placewright.graph import BoolArray, FloatArray, IndexArray, IntArray
+from placewright.simulator.compiling import compiled, compiled_part
 
 LARGEST = 3
 """How many of the largest live tensors are named when a device runs out of memory."""
@@ -143,7 +142,7 @@ class Chips(NamedTuple):
     """[C + 1] where the chip's part of `servers` begins and that of the chip before ends."""
     servers: Uints
     demand: Floats
-    """[N * kinds] what each op takes of its chip when it runs alone, as a share."""
+    """[N, kinds] what each op takes of its chip when it runs alone, as a share."""
     hop_count: Uints
     """[D * D] links of a route that relays, 0 for one that does not."""
     hop_latency: Floats
@@ -394,16 +393,6 @@ class Log(NamedTuple):
 
 
 # --- the kernel -----------------------------------------------------------------------------------
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def compiled(function: _Function) -> _Function:
-    """Compiles on the first call and keeps the result on disk."""
-    try:
-        return cast(_Function, numba.njit(cache=True, nogil=True)(function))
-    except RuntimeError:  # no folder can be written to: compile in every process instead
-        return cast(_Function, numba.njit(nogil=True)(function))
 
 
 def _prefetching(context: Any, array: Any, index: Any) -> Any:
@@ -691,7 +680,7 @@ def simulate(
                         since[chip] = now
                         slow[chip] = _shared(
                             chip, now, clock[chip], chips, due, head, head_end, entries, state,
-                            kind_of, num_kinds,
+                            kind_of,
                         )  # fmt: skip
 
             # In pairs, as the processor can compare those side by side.
@@ -987,7 +976,7 @@ def simulate(
     scratch.free[0] = free
 
 
-@compiled
+@compiled_part
 def _put_in_order(tables: Tables, state: Any, follower: Any, latest: Any) -> None:
     """Lets each op wait for the one before it on its device to be given to it. What is there from
     the start, such as a parameter, waits for nobody."""
@@ -1009,7 +998,7 @@ def _put_in_order(tables: Tables, state: Any, follower: Any, latest: Any) -> Non
         latest[device] = op
 
 
-@compiled
+@compiled_part
 def _pool(chips: Chips | None, device: Any) -> Any:
     """The device in whose name a device's memory is counted."""
     if chips is None:
@@ -1017,16 +1006,16 @@ def _pool(chips: Chips | None, device: Any) -> Any:
     return chips.pool[device]
 
 
-@compiled
+@compiled_part
 def _by_clock(chip: Any, now: float, clock: Any, since: Any, slow: Any) -> Any:
     """What the clock of a chip shows."""
     return clock[chip] + (now - since[chip]) / slow[chip]
 
 
-@compiled
+@compiled_part
 def _shared(
     chip: Any, now: float, clock: float, chips: Chips, due: Any, head: Any, head_end: Any,
-    entries: Any, state: Any, kind_of: Any, num_kinds: Any,
+    entries: Any, state: Any, kind_of: Any,
 ) -> float:  # fmt: skip
     """How much longer ops on a chip take while those run that are the first of their servers now,
     which all together may want more than the chip has; sets when they end."""
@@ -1035,7 +1024,7 @@ def _shared(
         server = chips.servers[i]
         if head_end[server] != np.inf:
             op = entries[head[server]].item
-            load += chips.demand[op * num_kinds + kind_of[state[op].device]]
+            load += chips.demand[op, kind_of[state[op].device]]
     slow = max(1.0, load)
     for i in range(chips.first[chip], chips.first[chip + 1]):
         server = chips.servers[i]
@@ -1044,7 +1033,7 @@ def _shared(
     return slow
 
 
-@compiled
+@compiled_part
 def _reset_streams(streams: Streams, state: Records, num_devices: Any, chips: Chips | None) -> None:
     """Counts what has to travel, and forgets the placement before."""
     for visit in range(streams.bytes.size):
@@ -1061,7 +1050,7 @@ def _reset_streams(streams: Streams, state: Records, num_devices: Any, chips: Ch
         streams.same[device] = -1
 
 
-@compiled
+@compiled_part
 def _let_go(
     streams: Streams, op: Any, user: Any, state: Records, num_devices: Any, chips: Chips | None
 ) -> bool:
@@ -1082,7 +1071,7 @@ def _let_go(
     return room
 
 
-@compiled
+@compiled_part
 def _send_next(
     streams: Streams,
     target: Any,
@@ -1174,7 +1163,7 @@ def _send_next(
     return overflow, following
 
 
-@compiled
+@compiled_part
 def _hold_up(
     device: Any, work: float, first_server: Any, free_at: Any, head_end: Any, late: Any,
     chips: Chips | None, due: Any, stale: Any,
@@ -1195,7 +1184,7 @@ def _hold_up(
         stale[chips.chip[server]] = True
 
 
-@compiled
+@compiled_part
 def _reset_memory(tables: Tables, memory: _Memory, chips: Chips | None) -> bool:
     """Leaves only what stays for the whole step; says whether that is too much somewhere."""
     nothing = (memory.buffers.size - 1) * memory.used.size
@@ -1211,7 +1200,7 @@ def _reset_memory(tables: Tables, memory: _Memory, chips: Chips | None) -> bool:
     return _over_limit(memory) >= 0
 
 
-@compiled
+@compiled_part
 def _hold(
     memory: _Memory, buffer: Any, user: Any, num_devices: Any, now: float, log: Any, chips: Any
 ) -> bool:
@@ -1233,7 +1222,7 @@ def _hold(
     return total > memory.limit[device]  # type: ignore[no-any-return]
 
 
-@compiled
+@compiled_part
 def _release(
     memory: _Memory, buffer: Any, user: Any, num_devices: Any, now: float, log: Any, chips: Any
 ) -> None:
@@ -1250,7 +1239,7 @@ def _release(
         _log_change(log, now, device, buffer, -size)
 
 
-@compiled
+@compiled_part
 def _log_change(log: Log, now: float, device: Any, buffer: Any, change: Any) -> None:
     if change != 0:
         i = log.counts[1]
@@ -1261,7 +1250,7 @@ def _log_change(log: Log, now: float, device: Any, buffer: Any, change: Any) -> 
         log.change_bytes[i] = change
 
 
-@compiled
+@compiled_part
 def _over_limit(memory: _Memory) -> int:
     """The first device that uses too much, or -1."""
     for device in range(memory.used.size):
@@ -1270,7 +1259,7 @@ def _over_limit(memory: _Memory) -> int:
     return -1
 
 
-@compiled
+@compiled_part
 def _find_largest(
     memory: _Memory, device: int, largest: Ints, sizes: Ints, chips: Chips | None
 ) -> None:

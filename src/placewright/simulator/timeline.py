@@ -386,8 +386,8 @@ def _issuers(problem: Problem, op_device: IndexArray) -> list[_Issue]:
     """[N]"""
     if not problem.issue_seconds.any():
         return [_Issue.DEVICE] * len(op_device)
-    who = _Issue.HOST if problem.cluster.issue == "host" else _Issue.EXECUTOR
-    apart = problem.cluster.issued_apart[op_device].tolist()
+    who = _Issue.HOST if problem.issue == "host" else _Issue.EXECUTOR
+    apart = problem.issued_apart[op_device].tolist()
     return [who if beside else _Issue.DEVICE for beside in apart]
 
 

@@ -23,6 +23,7 @@ import placewright.torch as pt
 from placewright.backends import load
 from placewright.backends.pytorch import models
 from placewright.backends.pytorch.exporting import Task
+from placewright.backends.pytorch.placed import PlacedModule
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import with_memory
 from placewright.errors import ClusterError, ModelError, PlacementError, SearchError
@@ -363,6 +364,63 @@ def test_plan_moves_nothing_and_place_gives_a_module() -> None:
     assert torch.equal(planned.apply(module)(x), module(x))
     placed = pt.place(module, x, devices=DEVICES, budget=1, method="expert", level="module")
     assert torch.equal(placed(x), module(x))
+
+
+class Cache:
+    """What torch's trees do not know: an object with tensors, and others, below it."""
+
+    def __init__(self, keys: torch.Tensor, of: str) -> None:
+        self.layers: list[dict[str, Any]] = [{"keys": keys, "of": of}]
+        self.device = keys.device
+        self.used: list[int] = []
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Cache]:
+        keys = self.first(x)
+        return self.second(keys), Cache(keys, "first")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_objects_among_the_outputs_are_made_anew(train: bool) -> None:
+    """Language models return a cache of keys and values unless they are told not to."""
+    module, x = WithCache(), torch.randn(2, 4)
+    task: dict[str, Any] = {"train": True, "loss_fn": lambda o: o[0].sum()} if train else {}
+    planned = pt.plan(module, x, devices=DEVICES, budget=1, method="expert", **task)
+    placed = planned.apply(module)
+    assert isinstance(placed, PlacedModule)  # not module by module
+    (y, cache), (again, other) = placed(x), placed(x)
+    wanted, kept = module(x)
+    assert torch.equal(y, wanted)
+    assert torch.equal(again, wanted)
+    assert type(cache) is Cache
+    assert torch.equal(cache.layers[0]["keys"], kept.layers[0]["keys"])
+    assert cache.layers[0]["of"] == "first"
+    assert cache.device == x.device
+    cache.used.append(1)
+    assert other.used == []
+
+
+def test_a_language_model_of_transformers_is_a_graph_with_its_cache() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 50, (1, 6))
+    placed = pt.place(module, {"input_ids": ids}, devices=DEVICES, budget=1, method="expert")
+    assert isinstance(placed, PlacedModule)  # not module by module
+    with torch.no_grad():
+        cache = placed(input_ids=ids).past_key_values
+        next_ = torch.tensor([[7]])
+        went_on = module(next_, past_key_values=cache).logits
+        wanted = module(torch.cat([ids, next_], 1)).logits[:, -1:]
+    assert torch.allclose(went_on, wanted, atol=1e-5)
 
 
 def test_a_plan_by_module_takes_no_module_apart() -> None:

@@ -25,6 +25,7 @@ from placewright import acceleration
 from placewright.acceleration import AccelerateConfig, accelerated
 from placewright.backends.pytorch.exporting import Inputs, Task
 from placewright.backends.pytorch.lanes import OverLimitError
+from placewright.backends.pytorch.outputs import OutputTree
 from placewright.backends.pytorch.streams import kernels, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
@@ -390,7 +391,8 @@ def diamonds(before: Sequence[Sequence[int]]) -> Grouped:
     graph.output((total,))
     for node in graph.nodes:
         node.meta["val"] = torch.ones(3)
-    return group(Net(graph=graph, constants={}, leaves=("x",), tree=None), Fusion.NONE)
+    tree = OutputTree(torch.utils._pytree.tree_structure([0]))
+    return group(Net(graph=graph, constants={}, leaves=("x",), tree=tree), Fusion.NONE)
 
 
 @settings(max_examples=30)
@@ -660,6 +662,31 @@ def test_the_fastest_candidate_is_taken_and_a_wrong_one_is_not() -> None:
         wrong(x)
     assert wrong.plans[0].chosen == "streams"
     assert any("wrong: is off by" in note for note in wrong.plans[0].notes)
+
+
+class Held:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Holder(Branches):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, Held(y * 2)
+
+
+def test_objects_among_the_outputs_are_compared_and_made_anew() -> None:
+    model = Holder().eval()
+    x = made("branches")[1]
+    names = set(model.__dict__)
+    fast = fake(model, candidates={"wrong": lambda x: (model(x)[0], Held(x))})
+    with torch.no_grad():
+        y, held = fast(x)
+        wanted = model(x)[0]
+    assert_close([y, held.value], [wanted, wanted * 2])
+    assert type(held) is Held
+    assert any("wrong" in note for note in fast.plans[0].notes)
+    assert set(model.__dict__) == names
 
 
 @pytest.mark.parametrize("method", ["local-search", "ppo"])

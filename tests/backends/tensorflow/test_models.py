@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from placewright.backends.base import SCALES
+from placewright.backends.models import SCALES
 from placewright.backends.tensorflow.models import NAMES, BenchmarkModel, build
 from placewright.errors import ModelError
 

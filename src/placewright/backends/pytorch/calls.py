@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from placewright.backends.pytorch import optimizers
 from placewright.backends.pytorch.exporting import Inputs, Task, loss_of, quiet
 from placewright.backends.pytorch.modules import Units, unit_of, units_of
+from placewright.backends.pytorch.outputs import opened
 from placewright.graph import Edge, Graph, Op, Tensor, Work
 
 _BACKWARD = 2.0
@@ -153,7 +154,7 @@ def _graph(
             edges.append(Edge(op, first_op[unit]))
         if unit is not None:
             found.setdefault(unit, []).append(op)
-    graph = Graph.from_ops(name, ops, edges)
+    graph = Graph.from_ops(name, ops, edges, issue="host")
     called = tuple(dict.fromkeys(call.unit for call in calls))
     ordered = Units(
         order=(*called, *(u for u in units.order if u not in first_op)),
@@ -170,5 +171,5 @@ def _graph(
 
 
 def _sizes(values: Any) -> int:
-    leaves = pytree.tree_leaves(values)
+    leaves = pytree.tree_leaves(opened(values))
     return sum(v.numel() * v.element_size() for v in leaves if isinstance(v, torch.Tensor))

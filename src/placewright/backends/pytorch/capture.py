@@ -144,7 +144,7 @@ class _Conversion:
                 self._add_call(node)
         self._add_updates()
         parts = self._parts
-        graph = Graph.from_ops(name, parts.ops, parts.edges, group_rules)
+        graph = Graph.from_ops(name, parts.ops, parts.edges, group_rules, issue="host")
         step, why = None, ""
         try:
             step = self._step(graph)

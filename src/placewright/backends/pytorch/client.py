@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from placewright.backends.processes import read_all, serve
+from placewright.backends.processes import read_all, serve_begun
 from placewright.backends.pytorch.demands import GraphTimer, find_demands
 from placewright.backends.pytorch.execution import (
     BrokenError,
@@ -347,16 +347,7 @@ def _scalars(results: Sequence[Sequence[torch.Tensor]]) -> dict[str, list[float]
 
 
 def main() -> None:
-    clients: list[Client] = []
-
-    def handle(request: dict[str, Any]) -> dict[str, Any]:
-        if not clients:
-            clients.append(Client(request))
-            return {"ready": True}
-        with torch.no_grad():
-            return clients[0].answer(request)
-
-    serve(handle)
+    serve_begun(lambda request: torch.no_grad()(Client(request).answer))
 
 
 if __name__ == "__main__":

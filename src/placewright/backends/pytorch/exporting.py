@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from placewright.backends.pytorch.outputs import opened
 from placewright.errors import ModelError
 
 MODEL = "_model"
@@ -95,10 +96,10 @@ class _Step(torch.nn.Module):
     def forward(self, args: Any, kwargs: Any, targets: Any) -> Any:
         outputs = getattr(self, MODEL)(*args, **kwargs)
         if not self._task.train:
-            return outputs
+            return opened(outputs)
         if self._task.loss_fn is not None:
-            return outputs, self._task.loss_fn(outputs, *targets)
-        return outputs, loss_of(outputs)
+            return opened(outputs), self._task.loss_fn(outputs, *targets)
+        return opened(outputs), loss_of(outputs)
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

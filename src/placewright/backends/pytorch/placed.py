@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import MODEL, Exported, Inputs, copied_graph
 from placewright.backends.pytorch.modules import Units
+from placewright.backends.pytorch.outputs import OutputTree
 from placewright.errors import PlacementError
 
 Node = torch.fx.Node
@@ -92,7 +93,7 @@ class PlacedModule(torch.nn.Module):
         }
         self._attributes = tuple(name for name in graph.attributes)
         self._example = pytree.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
-        self._out_spec = _output_spec(exported)
+        self._output_tree = OutputTree(_output_spec(exported))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._checked(args, kwargs)
@@ -100,7 +101,7 @@ class PlacedModule(torch.nn.Module):
             self._constants[name] if name in self._constants else _attribute(self, name)
             for name in self._attributes
         ]
-        return pytree.tree_unflatten(list(self._code(*tensors, *leaves)), self._out_spec)
+        return self._output_tree(self._code(*tensors, *leaves))
 
     def train(self, mode: bool = True) -> PlacedModule:
         if mode != self.training:

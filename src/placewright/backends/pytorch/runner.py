@@ -11,42 +11,31 @@ from typing import Any
 
 import numpy as np
 
-from placewright.backends.base import Array, Program, RunConfig
 from placewright.backends.links import routes_to_time, solved
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
 from placewright.backends.pytorch import TorchRunConfig
 from placewright.backends.pytorch.places import places_of
 from placewright.backends.pytorch.program import TorchProgram
-from placewright.cluster import Cluster
 from placewright.errors import WorkerError
 
 
 class TorchRunner(ProcessRunner):
     """Measures placements of one program on one cluster, in one process with all its devices."""
 
+    program_type = TorchProgram
+    run_config = TorchRunConfig
     program: TorchProgram
     config: TorchRunConfig
 
-    def __init__(
-        self,
-        program: Program,
-        cluster: Cluster,
-        config: RunConfig | None = None,
-        *,
-        feeds: Mapping[str, Array] | None = None,
-    ) -> None:
-        assert isinstance(program, TorchProgram), f"a program of {program.backend}"
-        config = config or TorchRunConfig()
-        if not isinstance(config, TorchRunConfig):
-            config = TorchRunConfig(**vars(config))
+    def _begin(self) -> None:
+        program = self.program
         if program.step is None:
             raise WorkerError(
                 f"{program.model} cannot be measured: "
                 + (program.why_no_step or "it could not be exported as one graph")
             )
-        super().__init__(program, cluster, config, feeds)
-        self.places = places_of(cluster)
+        self.places = places_of(self.cluster)
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """With chains of real tensors that go to and fro; of links to switches, such as the memory

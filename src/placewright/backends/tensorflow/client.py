@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from placewright.backends.processes import read_all, serve
+from placewright.backends.processes import read_all, serve_begun
 from placewright.backends.tensorflow import memory
 from placewright.backends.tensorflow.lean import import_tensorflow
 from placewright.backends.timing import Timing
@@ -337,15 +337,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def main() -> None:
-    clients: list[Client] = []
-
-    def handle(request: dict[str, Any]) -> dict[str, Any]:
-        if not clients:
-            clients.append(Client(request))
-            return {"ready": True}
-        return clients[0].measure(request)
-
-    serve(handle)
+    serve_begun(lambda request: Client(request).measure)
 
 
 if __name__ == "__main__":

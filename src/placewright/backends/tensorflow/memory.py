@@ -8,8 +8,8 @@ limits are not given to TensorFlow: what it holds is counted, and compared with 
 from __future__ import annotations
 
 import time
+from typing import Any
 
-from placewright.backends.tensorflow.lean import import_tensorflow
 from placewright.units import format_bytes
 
 _DEVICE = "CPU:0"
@@ -34,20 +34,25 @@ def too_much(device: str, peak: int, limit: int) -> str:
 
 def forget() -> int | None:
     """Counts anew, once what was there before is gone."""
-    tf = import_tensorflow()
     until = time.monotonic() + _SETTLE_SECONDS
     while (found := _info()) and found["current"] and time.monotonic() < until:
         time.sleep(0.01)
     if found is None:
         return None
-    tf.config.experimental.reset_memory_stats(_DEVICE)
+    _context().reset_memory_stats(_DEVICE)
     return peak_bytes()
 
 
 def _info() -> dict[str, int] | None:
-    tf = import_tensorflow()
     try:
-        found: dict[str, int] = tf.config.experimental.get_memory_info(_DEVICE)
+        found: dict[str, int] = _context().get_memory_info(_DEVICE)
         return found
     except ValueError:  # without oneDNN's allocator
         return None
+
+
+def _context() -> Any:
+    """What `tf.config.experimental` asks, which a device's process does not have."""
+    from tensorflow.python.eager import context
+
+    return context.context()

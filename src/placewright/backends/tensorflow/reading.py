@@ -8,6 +8,7 @@ are then sized and tied together (`convert.py`).
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ from placewright.backends.tensorflow.graphdef import (
 )
 from placewright.backends.tensorflow.models import BenchmarkModel
 from placewright.errors import ModelError
+from placewright.files import read_bytes
 from placewright.graph import Graph
 
 __all__ = [
@@ -412,23 +414,13 @@ def from_meta_graph(
 
 
 def _read(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > _MAX_PROTO_BYTES:
-            raise ModelError(
-                f"{path}: is {size / 2**30:.1f} GiB, a GraphDef has at most 2; are the weights "
-                "stored as constants?"
-            )
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such graph file") from None
-    except IsADirectoryError:
-        raise ModelError(f"{path}: is a directory, expected a graph file") from None
-    except OSError as fault:
-        raise ModelError(f"{path}: cannot be read: {fault.strerror}") from None
-    if not content.strip():
-        raise ModelError(f"{path}: the graph file is empty")
-    return content
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    if size > _MAX_PROTO_BYTES:
+        raise ModelError(
+            f"{path}: is {size / 2**30:.1f} GiB, a GraphDef has at most 2; are the weights "
+            "stored as constants?"
+        )
+    return read_bytes(path, ModelError, what="graph", most=_MAX_PROTO_BYTES)
 
 
 def _is_text(content: bytes) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from placewright.backends.base import Array, Program, RunConfig
 from placewright.backends.isolation import PrivateNetwork
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child, free_ports, share_cores
@@ -41,22 +40,13 @@ class TensorFlowRunner(ProcessRunner):
     GPUs is one process.
     """
 
+    program_type = TensorFlowProgram
+    run_config = TensorFlowRunConfig
     program: TensorFlowProgram
     config: TensorFlowRunConfig
 
-    def __init__(
-        self,
-        program: Program,
-        cluster: Cluster,
-        config: RunConfig | None = None,
-        *,
-        feeds: Mapping[str, Array] | None = None,
-    ) -> None:
-        assert isinstance(program, TensorFlowProgram), f"a program of {program.backend}"
-        config = config or TensorFlowRunConfig()
-        if not isinstance(config, TensorFlowRunConfig):
-            config = TensorFlowRunConfig(**vars(config))
-        super().__init__(program, cluster, config, feeds)
+    def _begin(self) -> None:
+        cluster, config = self.cluster, self.config
         self.attempts = 1 if config.ports else 3  # what the user chose is not free the next time
         self._target = ""
         self._addresses = _addresses(cluster, config)

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from placewright.backends.processes import serve
-from placewright.backends.tensorflow.lean import import_tensorflow
+from placewright.backends.tensorflow.lean import import_for_server
 from placewright.backends.tensorflow.memory import forget, peak_bytes
 
 _servers: list[Any] = []
@@ -25,13 +25,16 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
     # Before TensorFlow is imported: it sizes its thread pools by the cores it finds.
     if request["cores"]:
         os.sched_setaffinity(0, request["cores"])
-    tf = import_tensorflow()
-    config = tf.compat.v1.ConfigProto(
+    import_for_server()
+    from tensorflow.core.protobuf.config_pb2 import ConfigProto
+    from tensorflow.python.training.server_lib import Server
+
+    config = ConfigProto(
         intra_op_parallelism_threads=max(1, len(request["cores"])),
         inter_op_parallelism_threads=request["threads_between_ops"],
     )
     _servers.append(
-        tf.distribute.Server(
+        Server(
             {"worker": request["addresses"]},
             job_name="worker",
             task_index=request["task"],

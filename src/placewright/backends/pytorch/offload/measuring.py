@@ -60,9 +60,6 @@ class Caller:
         offloaded.link.finish()
         return (time.perf_counter() - begun) / passes
 
-    def forget_caches(self) -> None:
-        self._caches.clear()
-
     def _of(self, name: str, passes: int) -> tuple[Any, Any]:
         call = self._workload.calls[name]
         if name not in self._inputs:

@@ -89,7 +89,6 @@ class Offloaded:
         self._followed_by: dict[str, str] = {}
         """Shape -> the one that was called after it the last time."""
         self._timings: Timings | None = None
-        self._first_inputs: str | None = None
         self._restored = False
         self.empty_buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         """Buffers that had no values."""

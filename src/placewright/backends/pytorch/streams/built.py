@@ -135,12 +135,7 @@ class Built:
             maker(value, leaves, self.copies)
             for maker, value in zip(self._makers, made, strict=True)
         ]
-        tree = self.lowered.grouped.net.tree
-        return flat[0] if tree == _LEAF else pytree.tree_unflatten(flat, tree)
-
-
-_LEAF = pytree.tree_structure(0)
-"""The form of outputs that are one tensor."""
+        return self.lowered.grouped.net.tree(flat)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import first_line, quiet, storages
+from placewright.backends.pytorch.outputs import OutputTree, opening
 
 Node = torch.fx.Node
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ class Net:
     """Placeholder -> parameter, buffer or constant of the module."""
     leaves: tuple[str | None, ...]
     """For each leaf of the inputs, its placeholder; None where it is no tensor or is a constant."""
-    tree: Any
+    tree: OutputTree
     """How the flat outputs are put together again."""
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     """Placeholder -> tensor of the module that changes between calls: a parameter that is
@@ -111,7 +112,7 @@ def trace(
         kwargs: likewise.
     """
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), opening(module):
             program = torch.export.export(module, tuple(args), dict(kwargs), strict=False)
             program = program.run_decompositions({})
     except Exception as fault:  # whatever torch raises for a module that it cannot trace
@@ -131,7 +132,7 @@ def trace(
             raise UnsuitableError(f"it holds {spec.target}, which is no tensor")
     net = Net(
         graph=graph, constants=constants, leaves=tuple(leaves),
-        tree=program.call_spec.out_spec,
+        tree=OutputTree(program.call_spec.out_spec),
     )  # fmt: skip
     _check_nodes(net)
     _check_numbers(net)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import Inputs, Task, first_line
 from placewright.backends.pytorch.gpu_ops import on_gpus
+from placewright.backends.pytorch.outputs import OutputTree
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.backends.pytorch.steps import GETITEM, Ref, Step, function_of
 from placewright.backends.pytorch.streams.net import Net, Node, UnsuitableError, aten
@@ -99,7 +100,7 @@ def _converted(
     net = Net(
         graph=graph, constants=constants, held=held,
         leaves=tuple(next(named) if isinstance(v, torch.Tensor) else None for v in leaves),
-        tree=pytree.tree_structure([0] * len(outputs)),
+        tree=OutputTree(pytree.tree_structure([0] * len(outputs))),
     )  # fmt: skip
     return TrainingNet(
         net=net,

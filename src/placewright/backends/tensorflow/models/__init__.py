@@ -7,16 +7,15 @@ building a model does.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import logging
 from dataclasses import dataclass
 from typing import Any
 
-from placewright.backends.base import check_benchmark_model
+from placewright.backends.models import NAMES, sized
 from placewright.errors import MissingExtraError
 
-NAMES: tuple[str, ...] = ("rnnlm", "nmt", "inception_v3")
+__all__ = ["NAMES", "BenchmarkModel", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +41,14 @@ class BenchmarkModel:
 
 
 def build(name: str, *, scale: str = "paper", batch: int | None = None) -> BenchmarkModel:
-    """Builds a benchmark model in a graph of its own.
-
-    Args:
-        name: one of `NAMES`.
-        scale: `paper` for the sizes of the paper, `small` for the same structure at a size whose
-            training step takes a fraction of a second on one CPU core.
-        batch: examples per training step; the scale's own when not given.
-    """
-    check_benchmark_model(name, scale, batch, NAMES)
+    """Builds a benchmark model in a graph of its own. Takes what `sized` takes."""
+    config = sized(name, scale, batch)
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
         raise MissingExtraError("building a benchmark model", "tensorflow") from None
-    config = module.CONFIGS[scale]
-    if batch is not None:
-        config = dataclasses.replace(config, batch=batch)
     # Its optimizers call each other in ways that TensorFlow itself warns of.
     log = logging.getLogger("tensorflow")
     level = log.level

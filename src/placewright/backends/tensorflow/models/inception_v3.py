@@ -1,17 +1,22 @@
-"""Inception-V3 (Szegedy et al., 2016) in training mode, with the auxiliary classifier.
-
-94 convolutions, plus 2 in the auxiliary head; each is followed by batch normalisation and ReLU.
-Blocks are named by the grid they work on: 5 is 35 x 35, 6 is 17 x 17, 7 is 8 x 8.
-"""
+"""Inception-V3 in TensorFlow; `backends/models/inception_v3.py` says what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from placewright.backends.models.inception_v3 import (
+    AUXILIARY_AFTER,
+    BLOCKS,
+    STEM,
+    Branch,
+    Config,
+    Conv,
+    Fork,
+    Pool,
+)
 from placewright.backends.tensorflow.models import BenchmarkModel
 from placewright.backends.tensorflow.models._layers import (
     Tensor,
@@ -22,34 +27,6 @@ from placewright.backends.tensorflow.models._layers import (
     zeros,
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes of the image classifier."""
-
-    batch: int
-    """Images per training step."""
-    pixels: int
-    """Height and width of an image; at least 107, or the auxiliary head has nothing left."""
-    width: float = 1.0
-    """Factor on the number of channels of each convolution."""
-    classes: int = 1000
-    """Number of labels."""
-    auxiliary_weight: float = 0.4
-    """Of the auxiliary head's loss."""
-    dropout: float = 0.2
-    """Fraction of the features that is dropped before the classifier."""
-    decay: float = 0.9997
-    """Of batch normalisation's moving averages."""
-    learning_rate: float = 0.01
-    """Of RMSProp."""
-
-
-CONFIGS: Mapping[str, Config] = {
-    "paper": Config(batch=32, pixels=299),
-    "small": Config(batch=8, pixels=139, width=0.5, classes=100),
-}
-
 GROUP_RULES: tuple[tuple[str, str], ...] = (
     (r"(stem/\w+)/", r"\1"),
     (r"(mixed_\w+/branch_\d+(?:/fork_\d+)?)/", r"\1"),
@@ -57,109 +34,6 @@ GROUP_RULES: tuple[tuple[str, str], ...] = (
     (r"(auxiliary|classifier)/", r"\1"),
     (r"^(images|labels)$", r"inputs"),
 )
-
-
-class Conv(NamedTuple):
-    """A convolution with batch normalisation and ReLU."""
-
-    channels: int
-    height: int
-    width: int
-    stride: int = 1
-    padding: str = "SAME"
-
-
-class Pool(NamedTuple):
-    """3 x 3 pooling."""
-
-    kind: str
-    """`MAX` or `AVG`."""
-    stride: int = 1
-    padding: str = "SAME"
-
-
-class Fork(NamedTuple):
-    """The end of a branch that splits in two; both results are outputs of the block."""
-
-    first: Conv
-    second: Conv
-
-
-Branch = tuple[Conv | Pool | Fork, ...]
-"""Layers one after another; only the last may be a fork."""
-
-STEM: Mapping[str, Conv | Pool] = {
-    "conv_1a": Conv(32, 3, 3, stride=2, padding="VALID"),
-    "conv_2a": Conv(32, 3, 3, padding="VALID"),
-    "conv_2b": Conv(64, 3, 3),
-    "pool_3a": Pool("MAX", stride=2, padding="VALID"),
-    "conv_3b": Conv(80, 1, 1),
-    "conv_4a": Conv(192, 3, 3, padding="VALID"),
-    "pool_5a": Pool("MAX", stride=2, padding="VALID"),
-}
-
-
-def _block_35(pooled: int) -> tuple[Branch, ...]:
-    return (
-        (Conv(64, 1, 1),),
-        (Conv(48, 1, 1), Conv(64, 5, 5)),
-        (Conv(64, 1, 1), Conv(96, 3, 3), Conv(96, 3, 3)),
-        (Pool("AVG"), Conv(pooled, 1, 1)),
-    )
-
-
-def _block_17(inner: int) -> tuple[Branch, ...]:
-    return (
-        (Conv(192, 1, 1),),
-        (Conv(inner, 1, 1), Conv(inner, 1, 7), Conv(192, 7, 1)),
-        (
-            Conv(inner, 1, 1),
-            Conv(inner, 7, 1),
-            Conv(inner, 1, 7),
-            Conv(inner, 7, 1),
-            Conv(192, 1, 7),
-        ),
-        (Pool("AVG"), Conv(192, 1, 1)),
-    )
-
-
-def _block_8() -> tuple[Branch, ...]:
-    fork = Fork(Conv(384, 1, 3), Conv(384, 3, 1))
-    return (
-        (Conv(320, 1, 1),),
-        (Conv(384, 1, 1), fork),
-        (Conv(448, 1, 1), Conv(384, 3, 3), fork),
-        (Pool("AVG"), Conv(192, 1, 1)),
-    )
-
-
-BLOCKS: Mapping[str, tuple[Branch, ...]] = {
-    "mixed_5b": _block_35(32),
-    "mixed_5c": _block_35(64),
-    "mixed_5d": _block_35(64),
-    "mixed_6a": (
-        (Conv(384, 3, 3, stride=2, padding="VALID"),),
-        (Conv(64, 1, 1), Conv(96, 3, 3), Conv(96, 3, 3, stride=2, padding="VALID")),
-        (Pool("MAX", stride=2, padding="VALID"),),
-    ),
-    "mixed_6b": _block_17(128),
-    "mixed_6c": _block_17(160),
-    "mixed_6d": _block_17(160),
-    "mixed_6e": _block_17(192),
-    "mixed_7a": (
-        (Conv(192, 1, 1), Conv(320, 3, 3, stride=2, padding="VALID")),
-        (
-            Conv(192, 1, 1),
-            Conv(192, 1, 7),
-            Conv(192, 7, 1),
-            Conv(192, 3, 3, stride=2, padding="VALID"),
-        ),
-        (Pool("MAX", stride=2, padding="VALID"),),
-    ),
-    "mixed_7b": _block_8(),
-    "mixed_7c": _block_8(),
-}
-AUXILIARY_AFTER = "mixed_6e"
 
 
 def build(config: Config) -> BenchmarkModel:
@@ -221,13 +95,13 @@ class _Network:
         if isinstance(layer, Pool):
             with scope(path):
                 return tf.nn.pool(
-                    net, [3, 3], layer.kind, [layer.stride] * 2, padding=layer.padding
+                    net, [3, 3], layer.kind.upper(), [layer.stride] * 2, padding=_padding(layer)
                 )
         channels = max(1, round(layer.channels * self._config.width))
         size = [layer.height, layer.width, net.shape[3], channels]
         kernel = weight(f"{path}/kernel", size)
         with scope(path):
-            net = tf.nn.conv2d(net, kernel, layer.stride, layer.padding)
+            net = tf.nn.conv2d(net, kernel, layer.stride, _padding(layer))
         return self._normalise(path, net)
 
     def _normalise(self, path: str, net: Tensor) -> Tensor:
@@ -262,7 +136,7 @@ class _Network:
         net = self.layer("auxiliary/layer_0", net, Conv(128, 1, 1))
         # A kernel as large as what is left of the grid, 5 x 5 at the published size.
         _, height, width, _ = net.shape
-        net = self.layer("auxiliary/layer_1", net, Conv(768, height, width, padding="VALID"))
+        net = self.layer("auxiliary/layer_1", net, Conv(768, height, width, padded=False))
         with scope("auxiliary"):
             net = tf.squeeze(net, [1, 2])
         return self._loss("auxiliary", net, labels, self._config.auxiliary_weight)
@@ -281,3 +155,7 @@ class _Network:
             logits = tf.nn.bias_add(tf.matmul(net, kernel), bias)
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             return tf.reduce_sum(loss) * factor
+
+
+def _padding(layer: Conv | Pool) -> str:
+    return "SAME" if layer.padded else "VALID"
