@@ -252,21 +252,13 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     }
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
-<<<<<<< HEAD
         # What is infinite, or infinite times nothing, is refused as a whole below.
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             seconds[k] = _roofline(kind, graph) * graph.run_count
-            overhead[k] = _overhead(kind, cluster.issue, graph)
+            overhead[k] = _overhead(kind, cluster.issued_by(graph.issue), graph)
             gap[k] = kind.gap_seconds * _launches(graph)
             if kind.name in shared:
                 demand[k] = _demand(kind, graph, seconds[k], gap[k])
-=======
-        seconds[k] = _roofline(kind, graph) * graph.run_count
-        overhead[k] = _overhead(kind, cluster.issued_by(graph.issue), graph)
-        gap[k] = kind.gap_seconds * _launches(graph)
-        if kind.name in shared:
-            demand[k] = _demand(kind, graph, seconds[k], gap[k])
->>>>>>> main
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
