@@ -148,6 +148,18 @@ class Round:
         self.keep()
         return code
 
+    def ended_by_itself(self) -> None:
+        """Without Ray, say: then it says so, and its results are there. On a busy machine Ray may
+        have ended it before it could."""
+        code = self.end()
+        if code == 1:
+            self.counts["driver ended by Ray, without results"] += 1
+            return
+        self.counts["driver ended by itself"] += 1
+        if code != 2 or not (self.out / "summary.json").is_file():
+            self.counts["wrong"] += 1
+            print(f"ended by itself with {code}: {self.last_words()}", flush=True)
+
     def remaining(self, started: Sequence[int]) -> list[int]:
         """Processes of it that run: those it had, and those that bear its mark."""
         alive = [pid for pid in started if Path(f"/proc/{pid}/exe").exists()]
@@ -310,6 +322,9 @@ def with_workers(round_: Round) -> None:
                 round_.hit(victim, how)
                 round_.counts[f"{who} {how.name}"] += 1
             running = round_.run_on(rng.randint(5, 60), 20.0)
+        if not running:
+            round_.ended_by_itself()
+            continue
         how = rng.choice(ENDS)
         round_.end(how)
         round_.counts[f"driver {how.name}"] += 1

@@ -38,16 +38,18 @@ from placewright.cluster import Cluster
 from placewright.costs import Costs
 from placewright.errors import PlacewrightError
 from placewright.evaluators.simulated import SimulatedEvaluator
-from placewright.graph import Graph, Op
+from placewright.graph import Edge, Graph, Op, Tensor
 from placewright.grouping import Grouping
-from placewright.journal import _line, read_progression, read_trials
+from placewright.journal import Journal, _line, read_progression, read_trials
+from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement, everything_on, read_groups, read_ops
-from placewright.problem import Problem, make_problem
+from placewright.problem import Problem, make_problem, with_homes
+from placewright.report.page import make_page
 from placewright.report.run import read_run
 from placewright.report.words import explain
 from placewright.session.directory import check_directory
 from placewright.session.driver import place
-from placewright.testing import random_problem
+from placewright.testing import layered_graph, random_problem
 
 _SEED = 11
 """Of a problem whose files have all that there is in such files."""
@@ -193,7 +195,7 @@ def targets(folder: Path) -> list[Target]:
     problem = random_problem(_SEED)
     result = [*_inputs(folder, problem), *_journals(folder, problem), *_runs(folder)]
     with contextlib.suppress(ImportError):
-        result += [*_policies(folder), _plan(folder)]
+        result += [*_policies(folder), *_plans(folder), *_weights(folder)]
     with contextlib.suppress(ImportError):
         result.append(_graph_def(folder))
     for target in result:
@@ -296,6 +298,16 @@ def _inputs(folder: Path, problem: Problem) -> Iterator[Target]:
         "placement.json", lambda path: placement.save(path, problem), all_of_placement
     )
     yield json_target("problem.json", problem.save, Problem.load)
+
+    def used_homes(path: Path) -> None:
+        posed = Problem.load(path)
+        SimulatedEvaluator(posed, threads=1).evaluate([everything_on(posed, 0)])
+
+    weights = [Op(name=name, type="Weight", param_bytes=64, outputs=(Tensor(64),)) for name in "vw"]
+    reads = [Op(name=f"in/{name}", type="MatMul", flops=1e9) for name in "vw"]
+    edges = [Edge(name, f"in/{name}") for name in "vw"]
+    homes = with_homes(make_problem(Graph.from_ops("homes", weights + reads, edges), cluster))
+    yield json_target("homes.json", homes.save, used_homes)
     feeds = io.BytesIO()
     np.savez(feeds, x=np.zeros((2, 3), np.float32), y=np.arange(4))
     yield Target("feeds.npz", feeds.getvalue(), _reading(folder, "feeds.npz", load_feeds))
@@ -318,12 +330,26 @@ def _journals(folder: Path, problem: Problem) -> Iterator[Target]:
             )
         return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
+    # Of so many groups that placements are written as what differs from the last.
+    large = make_problem(layered_graph(4200, 7), Cluster.load("k80x2")).refined
+    placements = [everything_on(large, 0), everything_on(large, 1)]
+    placements.append(Placement.of(large, [1, 0, 1, *placements[1].devices[3:]]))
+    measured = Measurement(outcome=Outcome.OK, step_seconds=(1.0,))
+    with Journal(folder / "long", large) as journal:
+        journal.append([Trial(placement=p, measurement=measured, placer="x") for p in placements])
+    long = (folder / "long").read_bytes()
     for name, read in (("journal.jsonl", read_trials), ("progression.jsonl", read_progression)):
+        for prefix, posed, lines in (("", problem, whole), ("long-", large, long)):
 
-        def load(path: Path, read: Callable[[Path, Problem], object] = read) -> object:
-            return read(path, problem)
+            def load(
+                path: Path,
+                read: Callable[[Path, Problem], object] = read,
+                posed: Problem = posed,
+            ) -> object:
+                return read(path, posed)
 
-        yield Target(name, whole, _reading(folder, name, load), parse, write)
+            path = f"{prefix}{name}"
+            yield Target(path, lines, _reading(folder, path, load), parse, write)
 
 
 def _runs(folder: Path) -> Iterator[Target]:
@@ -343,13 +369,26 @@ def _runs(folder: Path) -> Iterator[Target]:
             ) -> None:
                 path.write_bytes(data)
                 try:
-                    explain(read_run(path.parent))
+                    run = read_run(path.parent)
+                    explain(run)
+                    make_page([run], None)
                     check_directory(path.parent, problem)
                 finally:
                     path.write_bytes(whole)
 
-            parse = None if name.endswith("l") else json.loads
-            yield Target(f"{run}/{name}", whole, read, parse, slow=True)
+            if name.endswith("l"):
+                yield Target(f"{run}/{name}", whole, read, _of_lines, _as_lines, slow=True)
+            else:
+                yield Target(f"{run}/{name}", whole, read, json.loads, slow=True)
+
+
+def _of_lines(data: bytes) -> list[Any]:
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def _as_lines(document: Any) -> bytes:
+    records = document if isinstance(document, list) else [document]
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
 def _policies(folder: Path) -> Iterator[Target]:
@@ -399,12 +438,15 @@ def _policies(folder: Path) -> Iterator[Target]:
     )
 
 
-def _plan(folder: Path) -> Target:
+def _plans(folder: Path) -> Iterator[Target]:
     import torch
 
     from placewright.backends.pytorch.exporting import Inputs
     from placewright.backends.pytorch.modules import Units
+    from placewright.backends.pytorch.offload.plan import OffloadPlan, Shape, UnitPlan
     from placewright.backends.pytorch.plan import Plan
+    from placewright.backends.pytorch.streams.groups import Fusion
+    from placewright.backends.pytorch.streams.plan import StreamPlan, load, save
 
     plan = Plan(
         model="Net", training=False,
@@ -417,7 +459,59 @@ def _plan(folder: Path) -> Target:
         tied={"head.weight": "weight"},
     )  # fmt: skip
     whole = _saved(folder, "plan.json", plan.save)
-    return Target("plan.json", whole, _reading(folder, "plan.json", Plan.load), json.loads)
+    yield Target("plan.json", whole, _reading(folder, "plan.json", Plan.load), json.loads)
+
+    shapes = (Shape(name="prompt", rows=512, seconds=0.1), Shape(name="token", rows=1, weight=9.0))
+    units = [
+        UnitPlan(path=f"blocks.{n}", size=64, home=home,
+                 computed_on={"prompt": "cuda:0", "token": token})
+        for n, (home, token) in enumerate((("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cpu", "cpu")))
+    ]  # fmt: skip
+    offloading = OffloadPlan(
+        model="Net", device="cuda:0", units=tuple(units), shapes=shapes, window_bytes=128,
+        memory_bytes=4096, notes=("as measured",),
+    )  # fmt: skip
+    whole = _saved(folder, "offload.json", offloading.save)
+    read = _reading(folder, "offload.json", lambda path: OffloadPlan.load(path).describe())
+    yield Target("offload.json", whole, read, json.loads)
+
+    streaming = StreamPlan(
+        inputs=(((2, 3), "float32"),), chosen="streams", seconds={"streams": 1e-3, "eager": 2e-3},
+        fusion=Fusion.FOLDED, fingerprint="ab", groups=("a", "b"), kernels=("torch", "own"),
+        group_seconds=(1e-4, 2e-4), group_demand=(0.5, 0.0), streams=(0, 1), order=(1, 0),
+        one_stream_seconds=2e-3, found={"heft": 1e-3}, trials=7, notes=("none",),
+    )  # fmt: skip
+    whole = _saved(
+        folder, "streams.json", lambda path: save([streaming], path, model="Net", device="H200")
+    )
+    read = _reading(folder, "streams.json", lambda path: [plan.verdict for plan in load(path)])
+    yield Target("streams.json", whole, read, json.loads)
+
+
+def _weights(folder: Path) -> Iterator[Target]:
+    """What a placed module's weights are read from."""
+    import torch
+    from safetensors.torch import save_file
+
+    from placewright.backends.pytorch.offload.checkpoint import _stored
+
+    saved = folder / "weights"
+    saved.mkdir()
+    save_file({"w": torch.zeros(2, 3), "b": torch.zeros(3)}, saved / "a.safetensors")
+    whole = (saved / "a.safetensors").read_bytes()
+
+    def parse(data: bytes) -> Any:
+        return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+    def write(header: Any) -> bytes:
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + bytes(36)
+
+    yield Target(
+        "weights.safetensors", whole, _reading(folder, "weights.safetensors", _stored), parse, write
+    )
+    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys("wb", "a.safetensors")})
+    yield Target("index.json", index.encode(), _reading(saved, "index.json", _stored), json.loads)
 
 
 def _graph_def(folder: Path) -> Target:

@@ -6,6 +6,7 @@ import math
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from placewright.cluster import ISSUES, Cluster, Device, DeviceKind, Link
 from placewright.costs import Costs, Source, estimate_costs
 from placewright.errors import CostsError
-from placewright.graph import Edge, Graph, Op, Tensor
+from placewright.graph import Edge, Graph, Op, Tensor, Work
 from tests.strategies import graphs
 
 MB = 1_000_000
@@ -237,6 +238,52 @@ def test_nan_and_negative_costs_are_refused() -> None:
                 op_seconds=np.array([[value]]),
                 source=np.array([[Source.TABLE]], dtype=np.uint8),
             )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [
+        (Op(name="a", type="MatMul", flops=1e9), {"peak_flops": 1e-300}),
+        (Op(name="a", type="MatMul", flops=1e9), {"efficiency": {"matmul": 1e-320}}),
+        (Op(name="a", type="MatMul", work=Work.MATMUL, launches=1e300), {}),
+        (Op(name="a", type="MatMul", work=Work.MATMUL, launches=1e308), {"gap_seconds": 1e300}),
+        (Op(name="a", type="MatMul", seconds={"gpu": 1e200}), {}),
+    ],
+)
+def test_times_that_no_number_can_hold_are_not_taken_for_ops_without_a_kernel(
+    op: Op, kind: dict[str, Any]
+) -> None:
+    fields: dict[str, Any] = {
+        "name": "g", "type": "gpu", "peak_flops": 1e12, "memory_bandwidth": 1e11,
+        "memory_bytes": 1 << 30,
+    }  # fmt: skip
+    described = DeviceKind(**fields | kind)
+    device = Device(name="gpu:0", kind=described, memory_bytes=1 << 30)
+    graph = Graph.from_ops("g", [op], [])
+    with pytest.raises(
+        CostsError, match=r"take .* s; are their costs, or the speeds|must be finite"
+    ):
+        estimate_costs(graph, Cluster(name="c", devices=(device,), links=()))
+
+
+def test_bytes_of_many_runs_do_not_overflow() -> None:
+    """2^53 bytes in each of 2^13 runs are more than 64 bits hold."""
+    op = Op(
+        name="a", type="MatMul", work=Work.MATMUL, moved_bytes=2**53, count=2**13
+    )  # fmt: skip
+    kind = DeviceKind(
+        name="g", type="gpu", peak_flops=1e12, memory_bandwidth=2.0**40, memory_bytes=1 << 30,
+        chip_bandwidth=2.0**42,
+    )  # fmt: skip
+    names = ("gpu:0/part:0", "gpu:0/part:1")
+    cluster = Cluster(
+        name="c",
+        devices=tuple(Device(name=name, kind=kind, memory_bytes=1 << 30) for name in names),
+        links=(Link(name="l", latency_seconds=0.0, bandwidth=1e9, pairs=(names,)),),
+    )
+    costs = estimate_costs(Graph.from_ops("g", [op], []), cluster)
+    assert costs.demand[0, 0] == pytest.approx(0.25, rel=0.5)
 
 
 def test_small_working_sets_come_from_the_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from placewright.errors import ModelError, ReportError
-from placewright.schema import Maybe, check, flag, number, text, whole
+from placewright.schema import (
+    Maybe,
+    Table,
+    check,
+    flag,
+    number,
+    positive,
+    signed,
+    text,
+    whole,
+)
 from tests import fuzzing
 from tests.fuzzing import Target, fuzz, targets
 
@@ -20,7 +31,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Target]:
 
 
 def test_changed_files_are_read_or_refused_in_one_line(every: Sequence[Target]) -> None:
-    assert len(every) > 20
+    assert len(every) > 25
     for found in fuzz(every, seed=0, count=40):
         found.target.read(found.data)  # which shows how it fails
         raise AssertionError(f"{found.target.name}: {found.fault!r}") from found.fault
@@ -67,14 +78,22 @@ def test_what_it_looks_for_it_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"rows": [], "on": 1}, "'on' must be true or false, not 1"),
         ({"rows": [], "of": [None, 1, 2**63]}, "'of.2' must be a whole number"),
         ({"rows": [], "of": ["x" * 1000]}, f"not '{'x' * 39}..."),
+        ({"rows": [], "pair": [1]}, "'pair' must have 2 values, not 1"),
+        ({"rows": [], "pair": [1, -1]}, "'pair.1' must be a whole number"),
+        ({"rows": [], "pair": {}}, "'pair' must be a list"),
+        ({"rows": [], "by": {"a?": 1, "b": math.inf}}, "'by.b' must be a finite number, not inf"),
+        ({"rows": [], "by": []}, "'by' must be an object"),
+        ({"rows": [], "more": 0}, "'more' must be a positive finite number"),
     ],
 )
 def test_a_document_of_another_shape_is_refused(document: object, complaint: str) -> None:
     shape = {
         "rows": [{"name": text, "seconds": Maybe(number)}], "on?": flag, "of?": [Maybe(whole)],
+        "pair?": (whole, whole), "by?": Table(signed), "more?": positive,
     }  # fmt: skip
     with pytest.raises(ReportError) as caught:
         check(document, shape, ReportError, where="file")
     assert str(caught.value).startswith("file: ")
     assert complaint in str(caught.value)
-    check({"rows": [{"name": "a", "seconds": None}], "more": 1}, shape, ReportError, where="file")
+    fine = {"rows": [{"name": "a", "seconds": None}], "pair": [1, 2], "by": {"x": -1}, "other": 1}
+    check(fine, shape, ReportError, where="file")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +18,10 @@ import pytest
 from placewright import files
 from placewright.cluster import Cluster
 from placewright.errors import PlacementError, PlacewrightError
-from placewright.graph import Graph, Op, ScopeRule
+from placewright.graph import Graph, Op, ScopeRule, from_json
 from placewright.grouping import by_scope, each_op, matching_groups
 from placewright.journal import read_trials
+from placewright.patterns import Allowance, searcher
 from placewright.placement import Placement
 from placewright.problem import Problem
 from placewright.testing import random_problem
@@ -54,14 +57,72 @@ def test_a_pattern_that_repeats_repetitions_is_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr("placewright.patterns._SECONDS", 0.5)
     graph = _named(["a" * 40 + f"!{i}" for i in range(50)])
     rule = ScopeRule(r"(a|aa)+$", "x")
-    assert "takes over" in _refused(lambda: by_scope([rule])(graph, each_op(graph)))
-    assert "takes over" in _refused(lambda: matching_groups(graph, each_op(graph), rule.pattern))
+    assert "takes too long" in _refused(lambda: by_scope([rule])(graph, each_op(graph)))
+    assert "takes too long" in _refused(
+        lambda: matching_groups(graph, each_op(graph), rule.pattern)
+    )
+
+
+def test_many_patterns_have_no_more_time_than_one() -> None:
+    graph = _named(["a" * 40 + "!"])
+    allowance = Allowance()
+    searchers = [searcher(r"(a|aa)+$" + f"|{i}", allowance=allowance) for i in range(100)]
+    allowance.left = 0.2
+    for search in searchers:
+        assert "takes too long" in _refused(functools.partial(search, graph.op_names[0]))
+    assert allowance.left < 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("a{1000000000}", "all counts multiplied"),
+        ("(((a{100}){100}){100}){100}", "all counts multiplied"),
+        ("a{" + "9" * 1900 + "}", "all counts multiplied"),
+        ("(?R)", "no group of a pattern"),
+        ("(a(?1)?)", "no group of a pattern"),
+        ("(?P<x>a(?P>x)?)", "no group of a pattern"),
+        ("(?b)(?:a{e<=99}){99}", "no group of a pattern"),
+        ("(?:abc){e<=9}", "stands for a count"),
+        ("(" * 900 + ")" * 900, "not a regular expression"),
+    ],
+)
+def test_patterns_that_take_long_to_compile_are_refused(pattern: str, said: str) -> None:
+    graph = _named(["a" * 60])
+    assert said in _refused(lambda: matching_groups(graph, each_op(graph), pattern))
+
+
+def test_many_or_long_rules_and_names_are_refused() -> None:
+    op = {"name": "a", "type": "T"}
+    rule = {"pattern": "a", "label": "b"}
+    for document, said in (
+        ({"ops": [op], "group_rules": [rule] * 1001}, "1,001 group rules"),
+        ({"ops": [op], "group_rules": [rule | {"label": r"\g<0>" * 900}]}, "characters long"),
+        ({"ops": [op | {"name": "a/" * 100_000}]}, "200,000 characters long"),
+        ({"ops": [op | {"launches": 1e308}, op | {"name": "b", "launches": 1e999}]}, "launches"),
+    ):
+        assert said in _refused(functools.partial(from_json, document, where="g"))
+    graph = _named(["a"])
+    long = ScopeRule("a", r"\g<0>" * 900)
+    assert "characters long" in _refused(lambda: by_scope([long])(graph, each_op(graph)))
+    assert "launches" in _refused(
+        lambda: Graph.from_ops("g", [Op(name="a", type="T", launches=-1.0)], [])
+    )
 
 
 def test_ordinary_patterns_give_what_re_gives() -> None:
-    graph = _named(["enc/layer_1/a", "enc/layer_1/b", "dec/layer_2/a"])
+    names = ["enc/layer_1/a", "enc/layer_1/b", "dec/layer_2/a", "a{2}", "aab12"]
+    graph = _named(names)
     grouping = by_scope([ScopeRule(r"(\w+)/layer_(\d+)/", r"\1 \2")])(graph, each_op(graph))
-    assert set(grouping.names) == {"enc 1", "dec 2"}
+    assert {"enc 1", "dec 2"} < set(grouping.names)
+    for pattern in (
+        r"a\{2\}", r"[a]{2}b\d{1,3}$", r"(?i)ENC|(?:dec)", r"(?<=layer_)1", r"(?P<x>a)(?P=x)",
+        r"^(?!enc)", r"(?s:.)2", r"a{,2}b",
+    ):  # fmt: skip
+        search = searcher(pattern)
+        assert [bool(search(name)) for name in names] == [
+            bool(re.search(pattern, name)) for name in names
+        ]
 
 
 def test_a_pattern_of_a_megabyte_is_refused() -> None:
@@ -75,6 +136,14 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b" " * (1 << 26)))
     assert "holds more than" in _refused(lambda: Graph.load(path))
+
+
+def test_a_file_of_empty_lists_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte, compressed, could stand for 20 GB of them."""
+    monkeypatch.setattr(files, "MOST_VALUES", 10_000)
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'{"ops": [' + b"[]," * 10_000 + b"[]]}"))
+    assert "has over 10,000 values" in _refused(lambda: Graph.load(path))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +178,12 @@ def test_an_anchor_in_a_cluster_file_is_fine(tmp_path: Path) -> None:
     [
         ("memory: 1 GB}", "memory: 1 GB, slots: 1000000}"),
         ("memory: 1 GB}", f"memory: 1 GB, slots: {'9' * 400}}}"),
+        # Python reads such numbers, and cannot write them into a message.
+        ("memory: 1 GB}", f"memory: 1 GB, slots: 0x{'f' * 20_000}}}"),
+        ("name: two", f"name: 0x{'f' * 20_000}"),
+        ("memory: 1 GB}", f"memory: 1 GB, peak_flops: 1{':59' * 100_000}}}"),
+        ("1 TFLOPS", f"1{':59' * 1_000}.5"),
+        ("name: two", f"name: two\nmore: [{'[],' * 200_000}]"),
         ("kind: chip}", "kind: [chip]}"),
         ('name: "gpu:0"', "name: [1, 2]"),
         ("1 TFLOPS", "9" * 5000),
@@ -121,7 +196,10 @@ def test_an_anchor_in_a_cluster_file_is_fine(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_absurd_clusters_are_one_line(tmp_path: Path, old: str, new: str) -> None:
+def test_absurd_clusters_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    monkeypatch.setattr("placewright.cluster._MOST_VALUES", 20_000)
     path = tmp_path / "cluster.yaml"
     assert old in CLUSTER
     path.write_text(CLUSTER.replace(old, new, 1))

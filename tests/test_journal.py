@@ -1,19 +1,22 @@
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from placewright.cluster import Cluster
 from placewright.errors import SearchError
 from placewright.graph import Graph, Op
-from placewright.journal import Journal, read_trials
+from placewright.journal import Journal, _line, read_trials
 from placewright.measurement import Measurement, Outcome, Trial
 from placewright.placement import Placement
 from placewright.problem import Problem, make_problem
@@ -117,6 +120,58 @@ def test_a_damaged_middle_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(lines[0] + b"{}\n" + lines[2])
     with pytest.raises(SearchError, match="line 2: "):
         read_trials(path, made)
+
+
+def test_forged_placements_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines whose checksum is right: all that is checked beyond it."""
+    monkeypatch.setattr("placewright.journal._SHORT", 100)
+    made = problem(1000).refined
+    path = tmp_path / "j.jsonl"
+    rows = [[0] * 1000, [1, *[0] * 999], [0, 1, *[0] * 998]]
+    told = [
+        Trial(
+            placement=Placement.of(made, row),
+            measurement=Measurement(outcome=Outcome.OK, step_seconds=(1.0,)),
+            placer="x",
+        )
+        for row in rows
+    ]
+    with Journal(path, made) as journal:
+        journal.append(told)
+    assert read_trials(path, made) == told
+    whole, changed = (json.loads(line) for line in path.read_bytes().splitlines()[:2])
+    digest = changed["placement"]["from"]
+
+    def packed(data: bytes) -> dict[str, str]:
+        return {"zlib": base64.b64encode(zlib.compress(data)).decode()}
+
+    def told_of(groups: Any, devices: Any) -> list[dict[str, Any]]:
+        return [whole["placement"], {"from": digest, "changed": [groups, devices]}]
+
+    for placements, said in (
+        ([packed(bytes(1 << 26))], "not one of 1,000 groups"),
+        ([packed(bytes(1998))], "not one of 1,000 groups"),
+        ([{"zlib": whole["placement"]["zlib"][:-8]}], "not one of 1,000 groups"),
+        ([{"zlib": "?"}], "line 1: "),
+        (told_of([1000], [0]), "changes groups that there are not"),
+        (told_of([-1], [0]), "changes groups that there are not"),
+        (told_of([0, 1], [0]), "changes groups that there are not"),
+        (told_of([0.5], [0]), "something else than whole numbers"),
+        (told_of([10**30], [0]), "something else than whole numbers"),
+        (told_of([[1]], [[0]]), "something else than whole numbers"),
+        (told_of("a", [0]), "something else than whole numbers"),
+        (told_of(None, None), "something else than whole numbers"),
+        (told_of([0], [77]), "device number 77"),
+        ([[0.5] * 1000], "something else than whole numbers"),
+    ):
+        records = [
+            {key: value for key, value in whole.items() if key != "sum"} | {"placement": placement}
+            for placement in placements
+        ]
+        path.write_bytes(b"".join(map(_line, records)))
+        with pytest.raises(SearchError, match=f"line {len(placements)}: ") as caught:
+            read_trials(path, made)
+        assert said in str(caught.value)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -33,9 +33,13 @@ def test_records_are_appended_once_and_survive_a_torn_line(tmp_path: Path) -> No
     ]  # fmt: skip
     MetricsLog(tmp_path, keep={"reinforce"}).close()  # ppo begins anew
     assert [(r["placer"], r["update"]) for r in read_metrics(tmp_path)] == [("reinforce", 1)]
-    path.write_text(f"no json\n{second}\n")
-    with pytest.raises(SearchError, match="line 1"):
-        MetricsLog(tmp_path)
+    for bad in (
+        "no json", "[" * 100_000, "[]", '{"update": 1}', '{"placer": ["ppo"], "update": 1}',
+        '{"placer": "ppo", "update": 1e999}', '{"placer": "ppo", "update": 1, "entropy": "high"}',
+    ):  # fmt: skip
+        path.write_text(f"{bad}\n{second}\n")
+        with pytest.raises(SearchError, match="line 1"):
+            MetricsLog(tmp_path, keep={"ppo"})
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

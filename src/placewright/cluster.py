@@ -759,8 +759,10 @@ def _kinds(document: object) -> dict[str, DeviceKind]:
 
 _MOST_CHARACTERS = 1_000_000
 """Of a cluster file: 1,000 devices and their links have a tenth of that."""
-_MOST_VALUES = 200_000
+_MOST_VALUES = 100_000
 """In a cluster file, those behind aliases counted each time."""
+_MOST_DIGITS = 400
+"""Of a number in a cluster file; Python writes out no whole number of more than 4,300."""
 _MOST_DEVICES = 1024
 _MOST_KINDS = 256
 _MOST_PAIRS = 1_000_000
@@ -774,7 +776,7 @@ def _parse_yaml(text: str, where: str) -> object:
             f"{where}: {len(text):,} characters, a cluster file has at most {_MOST_CHARACTERS:,}"
         )
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -782,9 +784,28 @@ def _parse_yaml(text: str, where: str) -> object:
         if _size(node, {}) > _MOST_VALUES:
             raise ClusterError(f"{where}: its aliases stand for over {_MOST_VALUES:,} values")
         return loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as fault:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError) as fault:
         reason = " ".join(str(fault).split())
         raise ClusterError(f"{where}: not valid YAML: {reason}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Stops at what no cluster file has, while it reads it: a value takes some 50 µs and 1 kB."""
+
+    _values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            raise ValueError(f"over {_MOST_VALUES:,} values")
+        node = super().compose_node(parent, index)
+        number = isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS
+        if node is not None and number and len(node.value) > _MOST_DIGITS:
+            raise ValueError(f"a number of {len(node.value):,} characters")
+        return node
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:

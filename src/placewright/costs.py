@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "placewright-costs/1"
 
+MOST_SECONDS = 1e30
+"""Of all ops and transfers together. Up to here sums and squares of times are finite; and no
+machine was ever waited for that long."""
+
 
 class Source(enum.IntEnum):
     """Where the seconds of one op on one kind of device came from."""
@@ -79,6 +83,14 @@ class Costs:
                 f"costs of shape {self.op_seconds.shape} for {len(self.kinds)} device kinds"
             )
         missing = self.source == Source.NO_KERNEL
+        with np.errstate(over="ignore"):
+            total = self.op_seconds[~missing].sum() + self.overhead_seconds.sum()
+            total += self.gap_seconds.sum()
+        if total > MOST_SECONDS:
+            raise CostsError(
+                f"all ops together take {total:.3g} s; are their costs, or the speeds of the "
+                "devices, in the right unit?"
+            )
         if not np.array_equal(missing, np.isposinf(self.op_seconds)):
             raise CostsError("costs must be infinite exactly where an op has no kernel")
         if not np.all(self.op_seconds >= 0):  # NaN fails this too
@@ -240,11 +252,13 @@ def estimate_costs(graph: Graph, cluster: Cluster, tables: Sequence[Costs] = ())
     }
     source = np.full(seconds.shape, Source.ROOFLINE, dtype=np.uint8)
     for k, kind in enumerate(cluster.kinds):
-        seconds[k] = _roofline(kind, graph) * graph.run_count
-        overhead[k] = _overhead(kind, cluster.issued_by(graph.issue), graph)
-        gap[k] = kind.gap_seconds * _launches(graph)
-        if kind.name in shared:
-            demand[k] = _demand(kind, graph, seconds[k], gap[k])
+        # What is infinite, or infinite times nothing, is refused as a whole below.
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            seconds[k] = _roofline(kind, graph) * graph.run_count
+            overhead[k] = _overhead(kind, cluster.issued_by(graph.issue), graph)
+            gap[k] = kind.gap_seconds * _launches(graph)
+            if kind.name in shared:
+                demand[k] = _demand(kind, graph, seconds[k], gap[k])
         # The kind's own numbers are laid over those of its type.
         for key in (kind.type, kind.name):
             if key in graph.measured_seconds:
@@ -349,9 +363,9 @@ def _demand(kind: DeviceKind, graph: Graph, seconds: FloatArray, gap: FloatArray
     that its threads fill, or the memory's bandwidth, whichever is more; of a partition, whose
     multiprocessors are its own, the bandwidth of the chip."""
     whole = kind.chip_bandwidth or kind.memory_bandwidth
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = np.nan_to_num(graph.moved_bytes * graph.run_count / seconds) / whole
-        working = np.nan_to_num(seconds / (seconds + gap))
+    moved = graph.moved_bytes * graph.run_count.astype(np.float64)
+    drawn = np.nan_to_num(moved / seconds) / whole
+    working = np.nan_to_num(seconds / (seconds + gap))
     between = 0.0
     if not kind.chip_bandwidth and kind.sms:
         made = np.zeros(graph.num_ops)

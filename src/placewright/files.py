@@ -30,6 +30,10 @@ LOCK_FILE = ".lock"
 MOST_BYTES = 1 << 30
 """Of a text file, decompressed: a graph of 200,000 ops has some 100 MB."""
 
+MOST_VALUES = 20_000_000
+"""In a JSON file, each of which takes some 40 to 200 bytes once it is read: a graph of 200,000 ops
+has some 5 million. A compressed file of a megabyte could hold 300 million empty lists."""
+
 
 def read_text(path: str | Path, error: type[PlacewrightError], *, what: str) -> str:
     """The text of a file, or `error` with one line that says why it cannot be read."""
@@ -62,6 +66,10 @@ def read_bytes(path: str | Path, error: type[PlacewrightError], *, what: str, mo
 
 def read_json(path: str | Path, error: type[PlacewrightError], *, what: str) -> Any:
     text = read_text(path, error, what=what)
+    # What is in texts is counted, too: few have as many commas as that.
+    values = sum(map(text.count, ",[{"))
+    if values > MOST_VALUES:
+        raise error(f"{path}: has over {MOST_VALUES:,} values, no {what} file does")
     try:
         return json.loads(text)
     except json.JSONDecodeError as fault:

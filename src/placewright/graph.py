@@ -467,6 +467,9 @@ _MOST_OPS = 5_000_000
 _MOST_DIMENSIONS = 64
 _MOST_KINDS = 64
 """Kinds of device that a graph file has seconds for: each takes memory for every op."""
+_MOST_RULES = 1_000
+_MOST_CHARACTERS = 4_000
+"""Of a name, a pattern and the like."""
 
 _ISSUES = ("device", "host")
 _GRAPH_KEYS = {"format", "name", "ops", "edges", "group_rules", "loops", "issue"}
@@ -602,6 +605,8 @@ def _edge_from_json(record: object, index: int) -> Edge:
 def _rules_from_json(records: object) -> list[ScopeRule]:
     if not isinstance(records, list):
         raise ModelError("'group_rules' must be a list of {'pattern': ..., 'label': ...}")
+    if len(records) > _MOST_RULES:
+        raise ModelError(f"{len(records):,} group rules; a graph has at most {_MOST_RULES:,}")
     rules = []
     for record in records:
         if not isinstance(record, dict):
@@ -645,11 +650,15 @@ def _no_unknown_keys(record: Mapping[str, object], known: set[str], what: str) -
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise ModelError(f"{what} must be a non-empty string, not {value!r}")
-    _check_unicode(value, what)
+    _check_text(value, what)
     return value
 
 
-def _check_unicode(text: str, what: str) -> None:
+def _check_text(text: str, what: str) -> None:
+    if len(text) > _MOST_CHARACTERS:  # a name is a path, of which all beginnings are looked at
+        raise ModelError(
+            f"{what} is {len(text):,} characters long, at most {_MOST_CHARACTERS:,} are taken"
+        )
     # JSON can spell half a surrogate pair ("\\ud800"), which no file or terminal can take.
     try:
         text.encode()
@@ -811,19 +820,18 @@ def _check_op(op: Op) -> None:
     for text in (op.name, op.type):
         if not text:
             raise ModelError("an op has an empty name or type")
-        _check_unicode(text, "the name or type of an op")
+        _check_text(text, "the name or type of an op")
     if isinstance(op.kernels, str) or isinstance(op.colocate, str):
         raise ModelError(f"kernels and colocate of op {op.name!r} are tuples of strings, not one")
     for size in (op.param_bytes, op.slot_bytes, *(tensor.bytes for tensor in op.outputs)):
         if size < 0:
             raise ModelError(f"op {op.name!r} has a negative number of bytes ({size})")
-    costs = [("flops", op.flops), ("launches", op.launches)]
-    costs += [*((f"seconds on {k}", s) for k, s in op.seconds.items())]
     if op.moved_bytes is not None and op.moved_bytes < 0:
         raise ModelError(f"op {op.name!r} moves a negative number of bytes ({op.moved_bytes})")
     if op.count < 1:
         raise ModelError(f"op {op.name!r} runs {op.count} times in a step; leave it out instead")
-    costs = [("flops", op.flops), *((f"seconds on {k}", s) for k, s in op.seconds.items())]
+    costs = [("flops", op.flops), ("launches", op.launches)]
+    costs += [(f"seconds on {k}", s) for k, s in op.seconds.items()]
     for label, value in costs:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ModelError(

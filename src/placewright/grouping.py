@@ -31,7 +31,7 @@ from placewright.graph import (
     ScopeRule,
     frozen,
 )
-from placewright.patterns import searcher
+from placewright.patterns import Allowance, check_length, searcher
 
 FORMAT = "placewright-grouping/1"
 
@@ -266,10 +266,12 @@ def _labels(graph: Graph, grouping: Grouping, rules: Sequence[ScopeRule]) -> dic
     Co-location can tie ops of several scopes together (a variable and the layers that read it);
     such a group goes where it begins.
     """
-    searchers = [
-        (searcher(rule.pattern, f"group pattern {rule.pattern[:80]!r}"), rule.label)
-        for rule in rules
-    ]
+    allowance = Allowance()
+    searchers = []
+    for rule in rules:
+        check_length(rule.label, "a group label")
+        what = f"group pattern {rule.pattern[:80]!r}"
+        searchers.append((searcher(rule.pattern, what, allowance), rule.label))
     labels: dict[int, str] = {}
     for name, g in zip(graph.op_names, grouping.group_of.tolist(), strict=True):
         if g in labels:

@@ -284,8 +284,9 @@ class _Coder:
         """Remembers what lines to come may refer to; each line has to be looked at, in order."""
         devices = record["placement"]
         if isinstance(devices, dict) and "zlib" in devices:
-            whole = _unpacked(devices["zlib"])
-            self._whole[self._problem_of(record).space.fingerprint] = digest(whole), whole
+            problem = self._problem_of(record)
+            whole = _unpacked(devices["zlib"], problem.num_groups)
+            self._whole[problem.space.fingerprint] = digest(whole), whole
 
     def _problem_of(self, record: Any) -> Problem:
         # Version 0.1.0 wrote the fingerprint of the whole problem instead, its costs included.
@@ -322,21 +323,34 @@ class _Coder:
         if isinstance(devices, str):
             return [_DIGITS.index(digit) for digit in devices]
         if not isinstance(devices, dict):
-            return list(devices)
+            return _whole_numbers(devices)
         name, whole = self._whole[self._problem_of(record).space.fingerprint]
         if "zlib" in devices:
             return whole
         if name != devices["from"]:
             raise PlacementError("refers to a placement that no line before it has")
+        groups, values = map(_whole_numbers, devices["changed"])
+        if groups.shape != values.shape or not np.all((groups >= 0) & (groups < len(whole))):
+            raise PlacementError("changes groups that there are not")
         result = whole.copy()
-        groups, values = devices["changed"]
         result[groups] = values
         return result
 
 
-def _unpacked(text: str) -> IndexArray:
+def _whole_numbers(values: object) -> IndexArray:
+    array = np.array(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise PlacementError("has something else than whole numbers in a placement")
+    return array.astype(np.int32)
+
+
+def _unpacked(text: str, groups: int) -> IndexArray:
+    packed = zlib.decompressobj()
     try:
-        data = zlib.decompress(base64.b64decode(text, validate=True))
+        # One byte more than there can be tells that there is more: a line can stand for gigabytes.
+        data = packed.decompress(base64.b64decode(text, validate=True), 2 * groups + 1)
     except zlib.error as fault:
         raise PlacementError(f"a placement cannot be decompressed: {fault}") from None
+    if len(data) != 2 * groups or not packed.eof:
+        raise PlacementError(f"a compressed placement is not one of {groups:,} groups")
     return np.frombuffer(data, dtype="<u2").astype(np.int32)

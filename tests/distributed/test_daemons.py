@@ -11,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError
 
+from placewright.distributed import watch as watching
 from placewright.distributed.watch import Watch
+from placewright.errors import WorkerError
 from placewright.journal import read_trials
 from placewright.problem import Problem
 from tests.distributed.helpers import driver, gone, lines, processes, until
@@ -96,6 +99,48 @@ def test_who_is_gone_is_known_at_once(tmp_path: Path) -> None:
         assert "(raylet) has ended" in watch.lost()
         watch.close()
         assert "(raylet) has ended" in watch.lost()
+
+
+NODE_DIED = "The actor died because its node has died. Node Id: 0100."
+OWNER_DIED = """The actor died unexpectedly before finishing this task.
+The actor is dead because its owner has died. Owner Id: 0100 Owner Ip address: 127.0.0.1 Owner \
+worker exit type: SYSTEM_ERROR Worker exit detail: Owner's node has crashed."""
+"""What Ray 2 says of every worker once its head takes the driver's machine for dead."""
+
+
+def test_a_machine_that_is_taken_for_dead_is_nobodys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(watching, "_watches", [])
+    path = str(tmp_path / "raylet")
+    with (
+        subprocess.Popen([sys.executable, "-c", LISTENS, path], stdout=subprocess.PIPE) as raylet,
+        socket.create_server(("127.0.0.1", 0)) as head,
+    ):
+        assert raylet.stdout is not None
+        raylet.stdout.readline()
+        try:
+            for gone, said in (
+                (False, "takes this machine for dead"),
+                (True, r"raylet\) has ended"),
+            ):
+                watching.begin(path, f"127.0.0.1:{head.getsockname()[1]}")
+                assert not watching.machine_died(
+                    RayActorError(error_msg="Worker exit detail: killed.")
+                )
+                assert watching.machine_died(RayActorError(error_msg=NODE_DIED))
+                watching.check()
+                if gone:
+                    raylet.kill()  # its end may come a moment after its connections are closed
+                with pytest.raises(WorkerError, match=said):
+                    watching.machine_died(RayActorError(error_msg=OWNER_DIED))
+                with pytest.raises(WorkerError, match=said):
+                    watching.check()
+                watching.end()
+        finally:
+            watching.end()
+            raylet.kill()
 
 
 def test_a_head_may_be_away_for_a_moment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from placewright.budget import Budget
+from placewright.distributed import watch
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.session import _check_room
 from placewright.distributed.workers import Workers
@@ -90,6 +91,19 @@ def test_a_placement_that_kills_two_workers_has_failed(tmp_path: Path) -> None:
     assert failed.outcome is Outcome.FAILED
     assert "worker died" in failed.reason
     assert len(calls(tmp_path)) == 3
+    workers.close()
+
+
+def test_workers_that_are_gone_with_their_machine_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = iter([False, True, True])
+    monkeypatch.setattr(watch, "machine_died", lambda fault: next(gone, False))
+    problem = wide()
+    workers = hired(problem, tmp_path, poison=True, workers=1)
+    [failed] = workers.evaluate([Placement.of(problem, [2] * problem.num_groups)])
+    assert failed.outcome is Outcome.FAILED
+    assert len(calls(tmp_path)) == 4
     workers.close()
 
 

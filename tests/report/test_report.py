@@ -29,7 +29,7 @@ from placewright.report import analysis, explain, read_run, write_report
 from placewright.report.what_if import what_ifs
 from placewright.report.words import answer, basis
 from placewright.simulator import Simulator
-from placewright.testing import layered_graph, random_problem
+from placewright.testing import layered_graph, random_problem, uniform_cluster
 from tests.report.conftest import EVIL
 
 SHORT = Budget(trials=50)
@@ -79,6 +79,25 @@ def test_explanation_names_devices_parallelism_and_transfers(run_directory: Path
     assert any(line.startswith("gpu:1:") for line in sections["Where the groups sit"])
     assert "2.0 of the" in sections["What runs at the same time"][0]
     assert "transfer" in sections["What is sent"][0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_costs_nothing(tmp_path: Path) -> None:
+    ops = [Op(name=name, type="NoOp", outputs=(Tensor(4),), seconds={"dev": 0.0}) for name in "abc"]
+    graph = Graph.from_ops("free", ops, [Edge("a", "b"), Edge("a", "c")])
+    posed = make_problem(graph, uniform_cluster(2))
+    for name, methods in (("one", "single,expert,random"), ("other", "random")):
+        place(posed, method=methods, trials=30, directory=tmp_path / name)
+    for directories in (["one"], ["one", "other"]):
+        write_report([str(tmp_path / d) for d in directories], tmp_path / "page.html")
+    run = read_run(tmp_path / "one")
+    assert run.ok
+    assert run.summary["step_seconds"] == 0.0
+    text = " ".join(line for section in explain(run) for line in section.lines)
+    assert "0.0 devices compute at a time" in text or "expert's placement" in text
+    different = [Placement.of(posed, [0, 0, 0]), Placement.of(posed, [0, 1, 1])]
+    for placement in different:
+        assert analysis.mean_computing(Simulator(posed).timeline(placement)) == 0.0
 
 
 def test_explanation_of_what_does_not_fit(failed_run: Path) -> None:

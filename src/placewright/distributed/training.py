@@ -288,7 +288,10 @@ class DistributedLearner(Placer):
         states = [seat.state for seat in self._seats if seat.state is not None]
         if self._server is None or not states or watch.lost():
             return False
-        self._mirror()
+        try:
+            self._mirror()
+        except WorkerError:  # Ray is gone: whoever asks for trials is told
+            return False
         self._learner.write_checkpoint(folder, states)
         return True
 
@@ -297,6 +300,7 @@ class DistributedLearner(Placer):
         try:
             parameters, adam = ray.get(self._server.snapshot.remote(), timeout=_ANSWER_SECONDS)
         except RayError as fault:
+            watch.machine_died(fault)  # which raises where it is ours: nothing can be started then
             logger.warning("the parameter server is restarted: %s", why(fault))
             self._start_server()
             return
@@ -388,6 +392,7 @@ class DistributedLearner(Placer):
             self._restart(seat, repr(fault.cause))
             return
         except RayError as fault:
+            watch.machine_died(fault)
             self._restart(seat, why(fault))
             return
         seat.ref = None

@@ -23,6 +23,14 @@ in less."""
 
 _ASK_SECONDS = 0.5
 
+_END_SECONDS = 2.0
+"""Between the moment when others notice that a process is gone, as its connections are closed, and
+its end: more than a busy machine needs."""
+
+_OWNER_DIED, _MACHINE_DIED = "its owner has died", "its node has died"
+"""What Ray's head says of processes that it takes for dead because this one, or their machine,
+is."""
+
 
 class Watch:
     """Watches one raylet, on this machine, and one head, anywhere, until it is closed."""
@@ -36,9 +44,18 @@ class Watch:
 
     def lost(self) -> str:
         """Who is gone, or nothing."""
-        if not self._lost and self._raylet is not None and _ended(self._raylet):
-            self._lost = "Ray's process on this machine (raylet) has ended"
+        self._look(0.0)
         return self._lost
+
+    def taken_for_dead(self) -> None:
+        """To be told when Ray says that this process, or its machine, is."""
+        self._look(_END_SECONDS)
+        if not self._lost:
+            self._lost = "the head of the Ray cluster takes this machine for dead"
+
+    def _look(self, seconds: float) -> None:
+        if not self._lost and self._raylet is not None and _ended(self._raylet, seconds):
+            self._lost = "Ray's process on this machine (raylet) has ended"
 
     def close(self) -> None:
         self._closed.set()
@@ -87,6 +104,17 @@ def check() -> None:
         raise WorkerError(lost())
 
 
+def machine_died(fault: BaseException) -> bool:
+    """Whether a process of Ray ended only because its machine is gone, which is not the fault of
+    what it did. Raises where that machine is this one."""
+    said = str(fault)
+    if _OWNER_DIED in said:
+        for watch in _watches:
+            watch.taken_for_dead()
+        check()
+    return _OWNER_DIED in said or _MACHINE_DIED in said
+
+
 def _listener(path: str) -> int | None:
     """A handle of the process that listens at a Unix socket; None where the system has none."""
     with contextlib.suppress(OSError, AttributeError), socket.socket(socket.AF_UNIX) as asking:
@@ -100,7 +128,7 @@ def _listener(path: str) -> int | None:
     return None
 
 
-def _ended(process: int) -> bool:
+def _ended(process: int, seconds: float) -> bool:
     asked = select.poll()
     asked.register(process, select.POLLIN)
-    return bool(asked.poll(0))
+    return bool(asked.poll(1000 * seconds))

@@ -75,7 +75,8 @@ class Workers(Evaluator):
     """Workers, and what they are to try; in groups, one for each controller.
 
     Each has one call at a time. What a worker had when it died or hung is given once more to
-    whoever is free first, one at a time; a placement that breaks that one, too, has failed.
+    whoever is free first, one at a time; a placement that breaks that one, too, has failed. Workers
+    that are gone with their machine do not count.
     """
 
     def __init__(
@@ -233,6 +234,8 @@ class Workers(Evaluator):
         except RayTaskError as fault:
             return self._replace(slot, f"worker failed: {fault.cause!r}", Outcome.FAILED)
         except RayError as fault:
+            if watch.machine_died(fault):
+                slot.retrying = False  # what it had is given to another, whoever had it before
             return self._replace(slot, f"worker died: {why(fault)}", Outcome.FAILED)
         slot.ref = None
         if slot.starting:

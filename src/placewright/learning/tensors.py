@@ -33,7 +33,7 @@ def read_tensors(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str,
                 raise LearningError(f"{path}: is {header.get('format', 'no')!r}, expected {kind!r}")
             description = json.loads(header["description"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, ValueError) as fault:
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as fault:
         raise LearningError(f"{path}: not a {kind} file, or a damaged one: {fault}") from None
     if not isinstance(description, dict):
         raise LearningError(f"{path}: malformed header")

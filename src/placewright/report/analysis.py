@@ -77,6 +77,13 @@ def critical_path_shares(timeline: Timeline) -> PathShare:
     return PathShare(devices, moving, groups, issuing)
 
 
+def mean_computing(timeline: Timeline) -> float:
+    """How many devices compute at a time, on average over the step; 0 where that takes no time."""
+    step = timeline.step_seconds
+    counts = np.arange(timeline.problem.num_devices + 1)
+    return float((busy_devices(timeline) * counts).sum()) / step if step else 0.0
+
+
 def busy_devices(timeline: Timeline) -> FloatArray:
     """[D + 1] seconds of the step during which exactly so many devices compute."""
     changes: list[tuple[float, int]] = []

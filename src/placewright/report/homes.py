@@ -135,7 +135,7 @@ def explain_workload(result: WorkloadResult) -> list[Section]:
     total, floor = result.total_seconds, result.floor_seconds
     lines = [
         f"All parts together take {format_seconds(total)}; no placement can take less than "
-        f"{format_seconds(floor)} ({floor / total:.0%} of that).",
+        f"{format_seconds(floor)} ({floor / total if total else 1.0:.0%} of that).",
         *(
             f"{part.name}: {format_seconds(result.seconds[part.name])}, {part.weight:g} times."
             for part in result.workload.parts

@@ -202,7 +202,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
         tiles.append(tile(f"{row['speed_up']:.2f}{TIMES}", "over the best other baseline", note))
     bound = summary["lower_bound_seconds"]
     if step is not None and bound > 0:
-        gap = max(0.0, 1 - bound / step)
+        gap = 1 - bound / step if bound < step else 0.0
         by_groups = " of these groups" if summary.get("lower_bound_by") == "group" else ""
         note = f"lower bound {format_seconds(bound)}{by_groups}"
         value = "optimal" if gap < 1e-6 else f"≤ {gap:.1%}"
@@ -425,13 +425,7 @@ def _comparison(a: Run, b: Run) -> dict[str, Any]:
     )
     add(
         "computing at a time, mean",
-        [
-            float((analysis.busy_devices(t) * np.arange(t.problem.num_devices + 1)).sum())
-            / t.step_seconds
-            if t and t.step_seconds
-            else None
-            for t in times
-        ],
+        [analysis.mean_computing(t) if t and t.step_seconds else None for t in times],
         lambda x: f"{x:.2f} devices",
         -1,
     )

@@ -167,9 +167,10 @@ def basis(run: Run) -> str:
     text = f"Timelines, loads and what-ifs are simulated under {costs}"
     if run.ok:
         predicted, measured = run.timeline.step_seconds, run.best.measurement.mean_seconds
+        off = f" ({predicted / measured - 1:+.0%})" if measured else ""
         text += (
             f": they predict {format_seconds(predicted)} for this placement, measured "
-            f"{format_seconds(measured)} ({predicted / measured - 1:+.0%})"
+            f"{format_seconds(measured)}{off}"
         )
         if run.calibrated:
             text += ", which is among the runs they were fitted to"
@@ -275,8 +276,8 @@ def _made_of(run: Run) -> list[str]:
 def _parallel(timeline: Timeline) -> list[str]:
     names = timeline.problem.cluster.device_names
     step = timeline.step_seconds or 1.0  # of a model that costs nothing
-    shares = analysis.busy_devices(timeline) / step if step else np.zeros(1)
-    mean = float((shares * np.arange(len(shares))).sum())
+    shares = analysis.busy_devices(timeline) / step
+    mean = analysis.mean_computing(timeline)
     used = int((timeline.busy_seconds > 0).sum())
     if used == 1:
         return [f"Only {names[int(timeline.busy_seconds.argmax())]} computes: nothing is split."]
@@ -381,11 +382,9 @@ def _versus_expert(run: Run) -> list[str]:
         f"{format_seconds(analysis.critical_path_shares(expert).transfer_seconds)} for transfers, "
         f"ours {format_seconds(analysis.critical_path_shares(best).transfer_seconds)}."
     )
-    mean_here = float((analysis.busy_devices(best) * np.arange(len(names) + 1)).sum())
-    mean_there = float((analysis.busy_devices(expert) * np.arange(len(names) + 1)).sum())
     lines.append(
-        f"On average {mean_there / expert.step_seconds:.1f} devices compute at a time in its "
-        f"step, {mean_here / best.step_seconds:.1f} in ours."
+        f"On average {analysis.mean_computing(expert):.1f} devices compute at a time in its "
+        f"step, {analysis.mean_computing(best):.1f} in ours."
     )
     return lines
 

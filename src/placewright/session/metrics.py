@@ -16,8 +16,15 @@ from typing import Any, TextIO
 
 from placewright.errors import SearchError
 from placewright.files import write_text
+from placewright.schema import check, number, signed, text
 
 FILE = "metrics.jsonl"
+
+_RECORD = {
+    "placer": text, "update": number, "reward_mean?": signed, "entropy?": signed,
+    "failure_share?": signed,
+}  # fmt: skip
+"""What is read of a record; there may be more."""
 
 
 class MetricsLog:
@@ -81,13 +88,15 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as fault:
         raise SearchError(f"{path}: cannot be read: {fault}") from None
     records = []
-    for number, line in enumerate(lines, start=1):
+    for at, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            records.append(record | {"update": int(record["update"]), "placer": record["placer"]})
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                raise SearchError(f"{path}: line {number} is no record of metrics") from None
+        except (ValueError, RecursionError):
+            if at < len(lines):
+                raise SearchError(f"{path}: line {at} is no record of metrics") from None
+            continue
+        check(record, _RECORD, SearchError, where=f"{path}: line {at}")
+        records.append(record | {"update": int(record["update"])})
     return records
 
 

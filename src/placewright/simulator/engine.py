@@ -19,6 +19,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from placewright.costs import MOST_SECONDS
 from placewright.errors import CostsError, PlacementError
 from placewright.graph import BoolArray, FloatArray, Graph, IndexArray, IntArray
 from placewright.homes import Visits
@@ -586,7 +587,7 @@ def _padded_routes(problem: Problem, first_queue: int) -> npt.NDArray[np.uint32]
 
 
 def _check_seconds(tables: Tables, issuing: float, shared: bool) -> None:
-    """The kernel takes an infinite time for an empty queue, so no sum of times may be infinite."""
+    """The kernel takes an infinite time for an empty queue, so no sum of times may come near."""
     devices = len(tables.memory)
     seconds = tables.seconds.reshape(len(tables.group_of), -1)
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite times nothing
@@ -600,5 +601,8 @@ def _check_seconds(tables: Tables, issuing: float, shared: bool) -> None:
             * (tables.per_byte.max() + 2 * tables.overhead_per_byte.max())
         )
         longest *= (1 + tables.contention * devices) * (devices if shared else 1)
-    if not np.isfinite(longest):
-        raise CostsError("ops and transfers add up to more seconds than a number can hold")
+    if not longest <= MOST_SECONDS:
+        raise CostsError(
+            f"ops and transfers together take {longest:.3g} s; are the speeds of devices and links "
+            "in the right unit?"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import math
 import pickle
 import random
 import subprocess
@@ -478,8 +480,22 @@ def test_a_plan_that_does_not_hold_together_is_refused() -> None:
         OffloadPlan(**{**vars(plan), "window_bytes": 10})
     document = plan.to_json()
     assert OffloadPlan.from_json(document) == plan
-    with pytest.raises(PlacementError, match="malformed plan"):
-        OffloadPlan.from_json({**document, "units": [{"path": "blocks.0"}]}, where="p.json")
+    unit, shape = document["units"][0], document["shapes"][0]
+    for change, said in (
+        ({"units": [{"path": "blocks.0"}]}, "'units.0' has no 'bytes'"),
+        ({"units": [unit | {"path": ["blocks.0"]}]}, "'units.0.path' must be a text"),
+        (
+            {"units": [unit | {"computed_on": {"all": 1}}]},
+            r"'units.0.computed_on.all' must be a te",
+        ),
+        ({"units": [unit | {"bytes": -1}]}, "'units.0.bytes' must be a whole number"),
+        ({"shapes": [shape | {"weight": math.nan}]}, "'shapes.0.weight' must be a positive"),
+        ({"window_bytes": math.inf}, "'window_bytes' must be a whole number"),
+        ({"window_bytes": 10**400}, "'window_bytes' must be .* more than sixty digits"),
+        ({"notes": "abc"}, "'notes' must be a list"),
+    ):
+        with pytest.raises(PlacementError, match=f"p.json: malformed plan: {said}"):
+            OffloadPlan.from_json({**document, **change}, where="p.json")
 
 
 def test_system_refuses_to_lock_memory() -> None:
@@ -913,9 +929,26 @@ def test_a_checkpoint_that_does_not_fit_the_module_is_refused(llama: Any, tmp_pa
     bad.write_bytes(good.read_bytes()[:-100])
     with pytest.raises(ModelError, match="lies outside the file"):
         pt.load_checkpoint(placed, bad)
-    bad.write_bytes(b"\xff" * 100)
-    with pytest.raises(ModelError, match="not a safetensors file"):
-        pt.load_checkpoint(placed, bad)
+    for content in (b"\xff" * 100, (10_000).to_bytes(8, "little") + b"[" * 10_000):
+        bad.write_bytes(content)
+        with pytest.raises(ModelError, match="not a safetensors file"):
+            pt.load_checkpoint(placed, bad)
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for header, said in (
+        ([], "it must be an object"),
+        ({"w": {"dtype": "F32"}}, "'w' has no 'shape'"),
+        ({"w": entry | {"dtype": ["F32"]}}, "'w.dtype' must be a text"),
+        ({"w": entry | {"dtype": "Q3"}}, "'w' is of type 'Q3'"),
+        ({"w": entry | {"shape": [2**62] * 20_000}}, "'w' has 20,000 dimensions"),
+        ({"w": entry | {"shape": [-2]}}, "'w.shape.0' must be a whole number"),
+        ({"w": entry | {"data_offsets": [0]}}, "'w.data_offsets' must have 2 values, not 1"),
+        ({"w": entry | {"data_offsets": [0, 1e999]}}, "'w.data_offsets.1' must be a whole number"),
+        ({"w": entry | {"data_offsets": [8, 16]}}, "'w' lies outside the file"),
+    ):
+        text = json.dumps(header).encode()
+        bad.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+        with pytest.raises(ModelError, match=f"malformed safetensors header: {said}"):
+            pt.load_checkpoint(placed, bad)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(ModelError, match=r"names the file '\.\./b', which is not beside it"):
         pt.load_checkpoint(placed, tmp_path)

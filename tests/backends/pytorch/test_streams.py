@@ -881,7 +881,10 @@ def test_plans_that_are_none_are_refused(tmp_path: Path) -> None:
     refused([])
     refused(whole | {"format": "another"})
     refused(whole | {"plans": 3})
-    for key, value in (("order", [0]), ("fusion", "much"), ("streams", ["a"]), ("kernels", [])):
+    for key, value in (
+        ("order", [0]), ("fusion", "much"), ("streams", ["a"]), ("kernels", []), ("more", 1),
+        ("seconds", {"eager": 0.0}), ("inputs", [[[1]]]), ("chosen", ["eager"]), ("trials", 1e999),
+    ):  # fmt: skip
         refused(whole | {"plans": [whole["plans"][0] | {key: value}]})
     bad = dict(whole["plans"][0])
     bad.pop("chosen")

@@ -230,7 +230,7 @@ class Plan:
                 tied=_texts(document["tied"]),
             )
         except (
-            KeyError, TypeError, ValueError, AttributeError, NotImplementedError, OverflowError
+            KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError
         ) as fault:  # fmt: skip
             raise PlacementError(f"{where}: malformed plan: {first_line(fault)}") from None
 

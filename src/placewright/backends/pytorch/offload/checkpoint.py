@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from placewright.backends.pytorch.offload.runtime import Offloaded
 from placewright.errors import ModelError
 from placewright.files import read_json
+from placewright.schema import Table, check, text, whole
 
 _INDEX = "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100 * 2**20
@@ -79,10 +79,13 @@ def load_checkpoint(placed: Any, path: str | Path) -> None:
             )
     by_file = sorted(known.items(), key=lambda pair: stored[pair[1]].offset)
     for file in sorted({stored[n].path for n in known.values()}):
-        with file.open("rb") as handle:
-            for name, in_file in by_file:
-                if stored[in_file].path == file:
-                    _read(handle, stored[in_file], wanted[name].data)
+        try:
+            with file.open("rb") as handle:
+                for name, in_file in by_file:
+                    if stored[in_file].path == file:
+                        _read(handle, stored[in_file], wanted[name].data)
+        except OSError as fault:
+            raise ModelError(f"{file}: cannot be read: {fault.strerror}") from None
     _make_other_buffers(placed, offloaded)
     offloaded.changed()
 
@@ -146,9 +149,8 @@ def _stored(path: Path) -> dict[str, _Stored]:
         return {name: found for file in files for name, found in _header(file).items()}
     if path.name.endswith(".json"):
         document = read_json(path, ModelError, what="index of a checkpoint")
-        of = document.get("weight_map") if isinstance(document, Mapping) else None
-        if not isinstance(of, Mapping) or not all(isinstance(f, str) for f in of.values()):
-            raise ModelError(f"{path}: no index of a checkpoint (it has no weight_map)")
+        check(document, {"weight_map": Table(text)}, ModelError, where=f"{path}: no such index")
+        of = document["weight_map"]
         strange = next((f for f in of.values() if Path(f).name != f), None)
         if strange is not None:
             raise ModelError(f"{path}: names the file {strange!r}, which is not beside it")
@@ -171,22 +173,29 @@ def _header(path: Path) -> dict[str, _Stored]:
             document = json.loads(file.read(size))
     except OSError as fault:
         raise ModelError(f"{path}: cannot be read: {fault.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ModelError(f"{path}: not a safetensors file (its header is no JSON)") from None
-    try:
-        found = {}
-        for name, entry in document.items():
-            if name == "__metadata__":
-                continue
-            dtype = _DTYPES[entry["dtype"]]
-            shape = tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) for n in entry["data_offsets"])
-            wide = math.prod(shape) * dtype.itemsize
-            if min((*shape, 0)) < 0 or begin < 0 or end - begin != wide or 8 + size + end > total:
-                raise ValueError(f"{name!r} lies outside the file")
-            found[name] = _Stored(
-                path=path, offset=8 + size + begin, size=wide, dtype=dtype, shape=shape
-            )
-        return found
-    except (KeyError, TypeError, ValueError, AttributeError) as fault:
-        raise ModelError(f"{path}: malformed safetensors header: {fault}") from None
+    where = f"{path}: malformed safetensors header"
+    if not isinstance(document, dict):
+        raise ModelError(f"{where}: it must be an object")
+    document.pop("__metadata__", None)
+    check(document, Table(_ENTRY), ModelError, where=where)
+    found = {}
+    for name, entry in document.items():
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            raise ModelError(f"{where}: {name!r} is of type {entry['dtype']!r}")
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ModelError(f"{where}: {name!r} has {len(shape):,} dimensions")
+        dtype = _DTYPES[entry["dtype"]]
+        wide = math.prod(shape) * dtype.itemsize
+        if end - begin != wide or 8 + size + end > total:
+            raise ModelError(f"{where}: {name!r} lies outside the file")
+        found[name] = _Stored(
+            path=path, offset=8 + size + begin, size=wide, dtype=dtype, shape=shape
+        )
+    return found
+
+
+_ENTRY = {"dtype": text, "shape": [whole], "data_offsets": (whole, whole)}
+_MOST_DIMENSIONS = 64

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
+from placewright.schema import Maybe, Table, check, number, positive, text, whole
 from placewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -217,35 +218,52 @@ class OffloadPlan:
 
     @staticmethod
     def from_json(document: Any, *, where: str = "plan") -> OffloadPlan:
-        if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise PlacementError(f"{where}: not a plan for a module that does not fit ({FORMAT})")
+        check(document, _DOCUMENT, PlacementError, where=f"{where}: malformed plan")
+        memory = document["memory_bytes"]
         try:
-            memory = document["memory_bytes"]
             return OffloadPlan(
-                model=str(document["model"]),
-                device=str(document["device"]),
+                model=document["model"],
+                device=document["device"],
                 units=tuple(
                     UnitPlan(
-                        path=str(u["path"]), size=int(u["bytes"]), home=str(u["home"]),
-                        computed_on={str(k): str(v) for k, v in u["computed_on"].items()},
+                        path=u["path"], size=u["bytes"], home=u["home"],
+                        computed_on=dict(u["computed_on"]),
                     )
                     for u in document["units"]
                 ),
                 shapes=tuple(
                     Shape(
-                        name=str(s["name"]), rows=int(s["rows"]), weight=float(s["weight"]),
+                        name=s["name"], rows=s["rows"], weight=float(s["weight"]),
                         seconds=_number(s["seconds"]), floor_seconds=_number(s["floor_seconds"]),
                     )
                     for s in document["shapes"]
                 ),
-                window_bytes=int(document["window_bytes"]),
-                memory_bytes=None if memory is None else int(memory),
-                working_bytes=int(document["working_bytes"]),
-                source=str(document["source"]),
-                notes=tuple(map(str, document["notes"])),
+                window_bytes=document["window_bytes"],
+                memory_bytes=memory,
+                working_bytes=document["working_bytes"],
+                source=document["source"],
+                notes=tuple(document["notes"]),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
-            raise PlacementError(f"{where}: malformed plan: {fault!r}") from None
+        except PlacementError as fault:
+            raise PlacementError(f"{where}: {fault}") from None
+
+
+_DOCUMENT = {
+    "model": text,
+    "device": text,
+    "units": [{"path": text, "bytes": whole, "home": text, "computed_on": Table(text)}],
+    "shapes": [
+        {"name": text, "rows": whole, "weight": positive, "seconds": Maybe(number),
+         "floor_seconds": Maybe(number)}
+    ],
+    "window_bytes": whole,
+    "memory_bytes": Maybe(whole),
+    "working_bytes": whole,
+    "source": text,
+    "notes": [text],
+}  # fmt: skip
 
 
 def _number(value: Any) -> float | None:

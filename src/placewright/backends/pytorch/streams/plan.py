@@ -15,6 +15,7 @@ from placewright.backends.pytorch.streams.groups import Fusion
 from placewright.backends.pytorch.streams.schedule import Schedule
 from placewright.errors import PlacementError
 from placewright.files import read_json, write_json
+from placewright.schema import Maybe, Table, check, number, positive, text, whole
 
 FORMAT = "placewright-streams/1"
 
@@ -95,34 +96,22 @@ class StreamPlan:
 
     @staticmethod
     def from_json(document: object, *, where: str) -> StreamPlan:
-        try:
-            assert isinstance(document, dict)
-            given = dict(document)
-            count = len(given["groups"])
-            plan = StreamPlan(
-                inputs=tuple((tuple(int(n) for n in s), str(d)) for s, d in given.pop("inputs")),
-                chosen=str(given.pop("chosen")),
-                seconds={str(k): float(v) for k, v in given.pop("seconds").items()},
-                fusion=Fusion(given.pop("fusion")),
-                fingerprint=str(given.pop("fingerprint")),
-                groups=tuple(map(str, given.pop("groups"))),
-                kernels=tuple(map(str, given.pop("kernels"))),
-                group_seconds=tuple(map(float, given.pop("group_seconds"))),
-                group_demand=tuple(map(float, given.pop("group_demand"))),
-                streams=tuple(map(int, given.pop("streams"))),
-                order=tuple(map(int, given.pop("order"))),
-                one_stream_seconds=_number(given.pop("one_stream_seconds")),
-                streams_seconds=_number(given.pop("streams_seconds")),
-                found={str(k): float(v) for k, v in given.pop("found").items()},
-                trials=int(given.pop("trials")),
-                search_seconds=float(given.pop("search_seconds")),
-                notes=tuple(map(str, given.pop("notes"))),
-            )
-        except (AssertionError, KeyError, TypeError, ValueError) as fault:
-            raise PlacementError(f"{where}: malformed plan of streams: {fault!r}") from None
+        check(document, _DOCUMENT, PlacementError, where=f"{where}: malformed plan of streams")
+        assert isinstance(document, dict)
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in document.items()
+        }
+        strange = next((key for key in given if key not in _DOCUMENT), None)
+        if strange is not None:
+            raise PlacementError(f"{where}: malformed plan of streams: unknown key {strange!r}")
+        given["inputs"] = tuple((tuple(shape), dtype) for shape, dtype in given["inputs"])
+        given["fusion"] = Fusion(given["fusion"])
+        plan = StreamPlan(**given)
         tables = (plan.kernels, plan.group_seconds, plan.group_demand, plan.streams)
+        count = len(plan.groups)
         lengths = {count, *map(len, tables)}
-        if given or len(lengths) > 1 or sorted(plan.order) != list(range(count)):
+        if len(lengths) > 1 or sorted(plan.order) != list(range(count)):
             raise PlacementError(f"{where}: malformed plan of streams: its tables do not match")
         times = (*plan.seconds.values(), *plan.group_seconds, *plan.group_demand)
         if not all(0 <= value < math.inf for value in times):
@@ -135,8 +124,29 @@ class StreamPlan:
 _MOST_STREAMS = 32
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _fusion(value: object) -> str:
+    return "" if value in tuple(Fusion) else f"one of {', '.join(Fusion)}"
+
+
+_DOCUMENT = {
+    "inputs": [([whole], text)],
+    "chosen": text,
+    "seconds": Table(positive),
+    "fusion": _fusion,
+    "fingerprint": text,
+    "groups": [text],
+    "kernels": [text],
+    "group_seconds": [number],
+    "group_demand": [number],
+    "streams": [whole],
+    "order": [whole],
+    "one_stream_seconds": Maybe(number),
+    "streams_seconds": Maybe(number),
+    "found": Table(number),
+    "trials": whole,
+    "search_seconds": number,
+    "notes": [text],
+}
 
 
 def forms_of(leaves: Sequence[Any]) -> tuple[Form, ...]:
