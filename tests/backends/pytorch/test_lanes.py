@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -306,3 +307,37 @@ def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
             opened.close()
     assert Checked.freed > 20 or names == "cc"
     assert Accesses.changed > 5 or names == "cc"
+
+
+def test_a_view_of_what_the_step_changes_is_what_it_was_for_who_takes_it_late() -> None:
+    """The second place reads a view of a source when the first has written to that already."""
+    ended = threading.Event()
+
+    class Late(Execution):
+        def _end_on_cpu(self, number: int) -> None:
+            super()._end_on_cpu(number)
+            if number == 0:
+                ended.set()
+
+        def _take_on_cpu(self, value: int, number: int) -> torch.Tensor:
+            assert ended.wait(60)
+            return super()._take_on_cpu(value, number)
+
+    source = Source(value=0, kind="input", name="0", shape=(4, 6), dtype="float32", op=0)
+    view = Call(value=1, target="aten.view.default", args=(Ref(0), (6, 4)), kwargs={}, op=1)
+    fresh = Call(value=2, target="aten.tanh.default", args=(Ref(0),), kwargs={}, op=2)
+    late = Call(value=3, target="aten.tanh.default", args=(Ref(1),), kwargs={}, op=3)
+    step = Step(
+        num_values=4, sources=(source,), calls=(view, fresh, late), results=(3,),
+        writes=(Write(0, 2),), updates=(), optimizer="", settings={},
+    )  # fmt: skip
+    opened = Opened(places("cc"), Immediate([0] * 2))
+    try:
+        prepared = prepare(step, {}, [0] * 4, opened)
+        execution = Late(prepared, opened, [0, 0, 0, 1], direct=[[False] * 2] * 2)
+        execution.run()
+        torch.testing.assert_close(
+            execution.results(), list(prepared.learned.results), rtol=0, atol=0
+        )
+    finally:
+        opened.close()

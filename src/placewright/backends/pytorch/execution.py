@@ -421,7 +421,9 @@ class Execution:
         for target in self.routes.targets.get(value, ()):
             handed = self._handed.get((value, target))
             if handed is not None:
-                self._mail[value, target] = tensor.clone() if value in self._changed else tensor
+                # Who takes it may do so when the step has changed what it is, or is a view of.
+                root = self.routes.root.get((self._places[number].pool, value), value)
+                self._mail[value, target] = tensor.clone() if root in self._changed else tensor
                 handed.release()
 
     def _take_on_cpu(self, value: int, number: int) -> torch.Tensor:
