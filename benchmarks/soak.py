@@ -149,12 +149,8 @@ class Round:
         return code
 
     def ended_by_itself(self) -> None:
-        """Without Ray, say: then it says so, and its results are there. On a busy machine Ray may
-        have ended it before it could."""
+        """Without Ray, say: then it says so, and its results are there."""
         code = self.end()
-        if code == 1:
-            self.counts["driver ended by Ray, without results"] += 1
-            return
         self.counts["driver ended by itself"] += 1
         if code != 2 or not (self.out / "summary.json").is_file():
             self.counts["wrong"] += 1

@@ -157,3 +157,36 @@ def test_a_head_may_be_away_for_a_moment(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert f"127.0.0.1:{port}" in watch.lost()
     finally:
         watch.close()
+
+
+LARGE = """
+import os, signal, sys
+import ray
+from placewright.distributed import watch
+from placewright.distributed.config import TeamConfig
+from placewright.distributed.session import ray_session
+from tests.distributed.helpers import processes
+from tests.distributed.test_daemons import name_of
+
+@ray.remote
+def answer(given):
+    return given + given
+
+with ray_session(TeamConfig(workers=1)):
+    ref = answer.remote(bytes(1_000_000))
+    ray.wait([ref])
+    (raylet,) = (pid for pid in processes(os.getpid()) if name_of(pid) == "raylet")
+    os.kill(raylet, signal.SIGKILL)
+    while not watch.lost():
+        pass
+    print(len(ray.get(ref)), flush=True)
+"""
+
+
+def test_large_answers_are_there_when_the_raylet_is_gone() -> None:
+    """Ray would end whoever asks its store for them."""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", LARGE], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert ended.stdout == "2000000\n", ended.stderr

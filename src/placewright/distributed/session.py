@@ -28,9 +28,17 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 _TOKEN = secrets.token_hex(32)
 """What processes of a Ray that is started here show each other."""
 
-_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600"}
+_LARGE = str(1 << 28)
+
+_PATIENCE = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_max_direct_call_object_size": _LARGE,
+    "RAY_task_rpc_inlined_bytes_limit": _LARGE,
+}
 """Without its head Ray would end this process after a minute, while results are being saved. That
-the head is gone is for us to notice (`watch`), and to say."""
+the head is gone is for us to notice (`watch`), and to say. And Ray ends a process at once, without a
+word, where that asks the store of large objects, which is a part of the raylet, for something when
+the raylet is gone. So arguments and answers travel in the calls themselves, however large."""
 
 _ANSWER_SECONDS = 4.0
 """How long an address has to accept a connection, and then twice that to prove to be Ray."""
