@@ -1,8 +1,8 @@
 """Whether the daemons of Ray that this process depends on are there.
 
-Ray ends the process that uses it, without a word, when it asks for large objects after its raylet is
-gone, and a minute after it lost the cluster's head (GCS). So both are watched, and whoever is about to ask Ray for something
-asks here first: what was found until then can still be saved.
+Ray ends the process that uses it, without a word, when that asks for large objects after its raylet
+is gone, and a minute after it lost the cluster's head (GCS). So both are watched, and whoever is
+about to ask Ray for something asks here first: what was found until then can still be saved.
 """
 
 from __future__ import annotations
