@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from placewright.backends.pytorch.client import prepare
 from placewright.backends.pytorch.execution import Execution, Opened
+from placewright.backends.pytorch.hardware import CudaHardware
 from placewright.backends.pytorch.lanes import Lanes, Ledger, OverLimitError
-from placewright.backends.pytorch.places import Place
+from placewright.backends.pytorch.places import OpenedGpus, Place, Streams
 from placewright.backends.pytorch.steps import Call, Ref, Source, Step, Update, Write
 
 
@@ -341,3 +342,41 @@ def test_a_view_of_what_the_step_changes_is_what_it_was_for_who_takes_it_late() 
         )
     finally:
         opened.close()
+
+
+def test_results_stay_what_they_are() -> None:
+    """Also where they are views of what the next step writes to."""
+    source = Source(value=0, kind="input", name="0", shape=(4, 6), dtype="float32", op=0)
+    view = Call(value=1, target="aten.view.default", args=(Ref(0), (6, 4)), kwargs={}, op=1)
+    more = Call(value=2, target="aten.add.Tensor", args=(Ref(0), 1.0), kwargs={}, op=2)
+    step = Step(
+        num_values=3, sources=(source,), calls=(view, more), results=(1,), writes=(Write(0, 2),)
+    )  # fmt: skip
+    opened = Opened(places("c"), Immediate([0] * 2))
+    try:
+        prepared = prepare(step, {"0": torch.zeros(4, 6)}, [0] * 3, opened)
+        execution = Execution(prepared, opened, [0] * 3, direct=[[False]])
+        execution.run()
+        first = execution.results()
+        execution.run()
+        assert not bool(torch.equal(*first, *execution.results()))
+        assert bool((prepared.learned.results[0] == 0).all())
+    finally:
+        opened.close()
+
+
+def test_all_gpus_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured is replayed with the GPU that the thread had before as the current one."""
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    libc = ctypes.CDLL(None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: libc)
+    gpus = [
+        Place(number=n, name=f"gpu:{n}", device=f"cuda:{n}", pool=n, memory_bytes=1)
+        for n in (2, 1)
+    ]  # fmt: skip
+    stream: Any = None
+    streams = {n: Streams(compute=stream, arrive=stream, leave=stream) for n in (1, 2)}
+    CudaHardware(gpus, OpenedGpus(streams=streams)).synchronize()
+    assert waited == ["cuda:1", "cuda:2"]

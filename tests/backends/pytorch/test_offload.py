@@ -367,7 +367,11 @@ def test_units_with_hooks_inside_are_not_captured() -> None:
     assert calls(2) == 2 * 7
 
 
-def test_what_the_host_writes_to_its_input_is_seen() -> None:
+@pytest.mark.parametrize("way", ["c", "s"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_unit_writes_to_its_input_is_seen(way: str, mode: Any) -> None:
+    """By the host, and on the device, also in the call in which it would be captured."""
+
     class Adds(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -389,9 +393,9 @@ def test_what_the_host_writes_to_its_input_is_seen() -> None:
 
     model = Twice()
     other = copy.deepcopy(model)
-    placed = offload(model, plan_for(model, {"a": "c", "b": "c"}), SlowLink(FAST))
-    with torch.no_grad():
-        for _ in range(3):
+    placed = offload(model, plan_for(model, {"a": way, "b": way}), SlowLink(FAST))
+    with mode():
+        for _ in range(5):
             torch.testing.assert_close(placed(torch.ones(2, 4)), other(torch.ones(2, 4)))
 
 

@@ -266,7 +266,7 @@ class Execution:
         """Records the work of the GPUs, of which nothing is done yet."""
         graph = torch.cuda.CUDAGraph()
         main = self._opened.hardware.streams[MAIN]
-        torch.cuda.synchronize()
+        self._opened.hardware.synchronize()
         gpus = sorted({place.device for place in self._opened.gpus})
         before = sum(torch.cuda.memory_allocated(gpu) for gpu in gpus)
         for gpu in gpus:
@@ -320,7 +320,9 @@ class Execution:
     def results(self) -> list[torch.Tensor]:
         """What the last step returned."""
         home = self.routes.home
-        return [self._env[home[value]][value].detach().cpu() for value in self._of.step.results]
+        tensors = (self._env[home[value]][value] for value in self._of.step.results)
+        # Copies on the CPU, too: the next step writes to weights, and to what comes from GPUs.
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def _step(self, start_gpus: Callable[[], None]) -> None:
         self._steps += 1

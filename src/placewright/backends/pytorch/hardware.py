@@ -18,6 +18,7 @@ class CudaHardware:
     def __init__(self, places: Sequence[Place], opened: OpenedGpus) -> None:
         gpus = [place for place in places if place.on_gpu]
         device = gpus[0].device
+        self._devices = sorted({place.device for place in gpus})
         self.streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
         for place in gpus:
             of = opened.streams[place.number]
@@ -29,12 +30,13 @@ class CudaHardware:
         torch.cuda.set_stream(self.streams[lane])
 
     def synchronize(self) -> None:
-        """Waits for all lanes, from the host."""
-        torch.cuda.synchronize()
+        """Waits for all lanes, from the host. None of their GPUs need be the current one."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
 
     def give_back(self) -> None:
         """Memory that was used and is not any more is there for others again."""
-        torch.cuda.synchronize()
+        self.synchronize()
         torch.cuda.empty_cache()
 
     def record(self, lane: int) -> Any:

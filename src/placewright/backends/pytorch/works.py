@@ -160,7 +160,7 @@ def learn(
             uses[value] -= 1
             if not uses[value]:
                 drop(value)
-    results = tuple(env[value].detach().cpu() for value in step.results)
+    results = tuple(env[value].detach().to("cpu", copy=True) for value in step.results)
     return Learned(forms=tuple(forms), results=results)
 
 

@@ -36,7 +36,10 @@ class Exchange:
         wanted = {id(t): t for t in tensors_in(value) if self._is_away(t)}
         found = {key: twin for key, t in wanted.items() if (twin := self._twin(t)) is not None}
         missing = [t for key, t in wanted.items() if key not in found]
-        for tensor, copied in zip(missing, self._link.to_host(missing), strict=True):
+        # Ordinary tensors in inference mode, too: what is written to others cannot be seen.
+        with torch.inference_mode(False), torch.no_grad():
+            copies = self._link.to_host(missing)
+        for tensor, copied in zip(missing, copies, strict=True):
             found[id(tensor)] = copied
             self._remember(tensor, copied)
         return map_tensors(value, lambda t: found.get(id(t), t))

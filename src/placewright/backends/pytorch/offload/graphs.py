@@ -182,6 +182,11 @@ class Graphs:
         changed = before != [version_of(value) for value in memory] or None in before
         taken = {value.untyped_storage().data_ptr() for value in memory}
         made = list(tensors_in(outputs))
+        for theirs, own, version in zip(
+            tensors_in((args, kwargs)), memory, before, strict=True
+        ):  # what it wrote to them is for whoever called it
+            if version is None or version_of(own) != version:
+                theirs.copy_(own)
         if changed or any(output.untyped_storage().data_ptr() in taken for output in made):
             # It writes to its inputs, or hands them on: their memory is not its own.
             outputs = map_tensors(outputs, torch.clone)

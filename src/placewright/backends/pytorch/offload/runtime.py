@@ -273,7 +273,8 @@ class Offloaded:
             move_caches((args, kwargs), unit.layers, _CPU)
         begun = time.perf_counter()
         given = args, kwargs
-        versions = {id(t): version_of(t) for t in tensors_in(given)}
+        pairs = list(zip(tensors_in(asked), tensors_in(given), strict=True))
+        versions = [version_of(own) for _, own in pairs]
         active = (
             self.products.active(rows_of(*given), self._cached(unit, given))
             if unit.served
@@ -283,8 +284,8 @@ class Offloaded:
             result = forward(*args, **kwargs)
         if self._timings is not None:
             self._timings.unit_seconds[unit.path].append(time.perf_counter() - begun)
-        for theirs, own in zip(tensors_in(asked), tensors_in(given), strict=True):
-            if theirs is not own and version_of(own) != versions[id(own)]:
+        for (theirs, own), before in zip(pairs, versions, strict=True):
+            if theirs is not own and version_of(own) != before:
                 theirs.copy_(own)  # the unit wrote to what it was called with
         if "host" not in unit.checked:
             self._check(unit, {n: unit.home.value(n) for n in unit.home.tensors}, None)
