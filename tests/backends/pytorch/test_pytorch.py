@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import placewright.torch as pt
 from placewright.backends import load
 from placewright.backends.pytorch import models
-from placewright.backends.pytorch.exporting import Task
+from placewright.backends.pytorch.exporting import Task, export
 from placewright.backends.pytorch.placed import PlacedModule
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import with_memory
@@ -403,6 +403,60 @@ def test_objects_among_the_outputs_are_made_anew(train: bool) -> None:
     assert cache.device == x.device
     cache.used.append(1)
     assert other.used == []
+
+
+class Assigns(nn.Module):
+    """Has buffers that it assigns anew in each call, two of which change places."""
+
+    mean: torch.Tensor
+    one: torch.Tensor
+    other: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        for number, name in enumerate(("mean", "one", "other")):
+            self.register_buffer(name, torch.full((3,), float(number)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + self.linear(x).mean(0)
+        y: torch.Tensor = self.linear(x) * self.mean + self.one
+        self.one, self.other = self.other, self.one
+        self.mean = self.mean.detach()
+        return y
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_buffers_that_are_assigned_anew_are_what_they_become(train: bool) -> None:
+    module = nn.Sequential(Assigns(), nn.Linear(3, 2)).train(train)
+    x = torch.randn(2, 3)
+    task: dict[str, Any] = {"train": True, "loss_fn": torch.sum} if train else {}
+    program = program_of(module, x, **task)
+    assert program.step is not None
+    assert len(program.step.writes) == 3
+    other = copy.deepcopy(module)
+    placed = random_plan(program).apply(module)
+    for _ in range(3):
+        assert torch.equal(placed(x), other(x))
+        for name, buffer in other.named_buffers():
+            assert torch.equal(placed.get_buffer(name), buffer)
+
+
+class Grows(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return self.seen.sum(0) + x
+
+
+def test_a_buffer_that_becomes_another_form_is_no_graph() -> None:
+    with pytest.raises(ModelError, match="a buffer, seen, becomes a tensor of another shape"):
+        export(Grows(), pt.Inputs.of(torch.ones(2, 3)), Task())
 
 
 def test_a_language_model_of_transformers_is_a_graph_with_its_cache() -> None:

@@ -499,6 +499,18 @@ class Sized(nn.Module):
         return x[x > 0]
 
 
+class Counts(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return x * 2
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -506,8 +518,9 @@ class Sized(nn.Module):
         (InPlace(), "writes to its input"),
         (Sized(), "sizes depend"),
         (nn.Sequential(nn.BatchNorm1d(4)), "in training mode"),
+        (nn.Sequential(Counts()), "changes its buffer '0.seen'"),
     ],
-    ids=["control flow", "in place", "sizes", "training"],
+    ids=["control flow", "in place", "sizes", "training", "assigned buffer"],
 )
 def test_what_cannot_be_captured_runs_as_it_is(
     model: nn.Module, said: str, caplog: pytest.LogCaptureFixture

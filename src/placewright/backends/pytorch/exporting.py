@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from placewright.backends.pytorch.buffers import written_in_place
 from placewright.backends.pytorch.outputs import opened
 from placewright.errors import ModelError
 
@@ -94,7 +95,9 @@ class _Step(torch.nn.Module):
         self._task = task
 
     def forward(self, args: Any, kwargs: Any, targets: Any) -> Any:
-        outputs = getattr(self, MODEL)(*args, **kwargs)
+        model = getattr(self, MODEL)
+        with written_in_place(model):
+            outputs = model(*args, **kwargs)
         if not self._task.train:
             return opened(outputs)
         if self._task.loss_fn is not None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from placewright.backends.pytorch.buffers import written_in_place
+
 _MOST_LEVELS = 16
 """What lies deeper is not looked for."""
 
@@ -24,14 +26,17 @@ def opened(outputs: Any) -> Any:
 
 @contextlib.contextmanager
 def opening(module: torch.nn.Module) -> Iterator[None]:
-    """Meanwhile `module.forward` returns its outputs opened; the names below the module stay what
-    they are, as they would not in a module around it."""
+    """Meanwhile `module.forward` returns its outputs opened, and writes to buffers that it would
+    assign; the names below the module stay what they are, as they would not in a module around
+    it."""
     own = module.__dict__.get("forward")
     forward = module.forward
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return opened(forward(*args, **kwargs))
+        with written_in_place(module):
+            outputs = forward(*args, **kwargs)
+        return opened(outputs)
 
     module.__dict__["forward"] = call
     try:
