@@ -23,6 +23,7 @@ import placewright.torch as pt
 from placewright.backends import load
 from placewright.backends.pytorch import models
 from placewright.backends.pytorch.exporting import Task, export
+from placewright.backends.pytorch.outputs import opened
 from placewright.backends.pytorch.placed import PlacedModule
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import with_memory
@@ -403,6 +404,16 @@ def test_objects_among_the_outputs_are_made_anew(train: bool) -> None:
     assert cache.device == x.device
     cache.used.append(1)
     assert other.used == []
+
+
+def test_objects_that_know_each_other_are_looked_into_once() -> None:
+    class Friend:
+        friends: list[Any]
+
+    everybody = [Friend() for _ in range(20)]
+    for one in everybody:
+        one.friends = everybody
+    assert opened(everybody[0]) is everybody[0]  # there is no tensor; it would take years to see
 
 
 class Assigns(nn.Module):

@@ -170,18 +170,20 @@ def _is_object(value: Any) -> bool:
         "__new__" not in {name for of in type(value).__mro__[:-1] for name in vars(of)}
         and hasattr(value, "__dict__")
         and not isinstance(value, torch.nn.Module)
-        and _holds_tensors(value, _MOST_LEVELS)
+        and _holds_tensors(value, _MOST_LEVELS, set())
     )
 
 
-def _holds_tensors(value: Any, levels: int) -> bool:
+def _holds_tensors(value: Any, levels: int, seen: set[int]) -> bool:
+    """`seen` are those that were looked into: objects may know each other."""
     if isinstance(value, torch.Tensor):
         return True
-    if levels == 0 or isinstance(value, torch.nn.Module | type):
+    if levels == 0 or id(value) in seen or isinstance(value, torch.nn.Module | type):
         return False
+    seen.add(id(value))
     below = vars(value) if hasattr(value, "__dict__") else value
     if isinstance(below, Mapping):
         below = below.values()
     elif not isinstance(below, list | tuple):
         return False
-    return any(_holds_tensors(part, levels - 1) for part in below)
+    return any(_holds_tensors(part, levels - 1, seen) for part in below)
