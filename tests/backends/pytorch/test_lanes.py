@@ -344,6 +344,29 @@ def test_a_view_of_what_the_step_changes_is_what_it_was_for_who_takes_it_late() 
         opened.close()
 
 
+def test_what_stays_under_a_view_is_taken_anew_in_each_step() -> None:
+    """A gradient that looks at a tensor from another place."""
+    source = Source(value=0, kind="parameter", name="0", shape=(6,), dtype="float32", op=0)
+    twice = Call(value=1, target="aten.mul.Tensor", args=(Ref(0), 2.0), kwargs={}, op=1)
+    view = Call(value=2, target="aten.view.default", args=(Ref(1), (6,)), kwargs={}, op=2)
+    step = Step(
+        num_values=3, sources=(source,), calls=(twice, view), results=(2,),
+        updates=(Update(0, 2, 3),), optimizer="SGD", settings={"lr": 1.0},
+    )  # fmt: skip
+    opened = Opened(places("cc"), Immediate([0] * 2))
+    try:
+        prepared = prepare(step, {"0": torch.ones(6)}, [0] * 4, opened)
+        execution = Execution(prepared, opened, [0, 1, 0, 0], direct=[[False] * 2] * 2)
+        seen = []
+        with torch.no_grad():
+            for _ in range(4):
+                execution.run()
+                seen.append(float(execution.results()[0][0]))
+        assert seen == [2, -2, 2, -2]  # w becomes w - 2 w
+    finally:
+        opened.close()
+
+
 def test_results_stay_what_they_are() -> None:
     """Also where they are views of what the next step writes to."""
     source = Source(value=0, kind="input", name="0", shape=(4, 6), dtype="float32", op=0)

@@ -205,9 +205,13 @@ class Execution:
         self._handed: dict[tuple[int, int], threading.Semaphore] = {}
         """(value, place on the CPU) of one from another place on the CPU."""
         self._mail: dict[tuple[int, int], torch.Tensor] = {}
+        self._arriving: dict[int, list[int]] = {}
+        """Place -> the values that come to it from elsewhere in each step."""
         for value, targets in self.routes.targets.items():
             source = self._places[self.routes.home[value]]
             others = [self._places[t] for t in targets if self._places[t].pool != source.pool]
+            for place in others:
+                self._arriving.setdefault(place.number, []).append(value)
             to_gpu = any(place.on_gpu for place in others)
             to_cpu = any(not place.on_gpu for place in others)
             if source.on_gpu and any(self._through_host(source, place) for place in others):
@@ -361,6 +365,8 @@ class Execution:
     def _calls_on_cpu(self, number: int) -> None:
         env, routes, place = self._env[number], self.routes, self._places[number]
         live = peak = self._base.get(place.pool, 0)
+        for value in self._arriving.get(number, ()):  # some are there still, under a gradient's view
+            env[value] = None
         for source in self._of.step.sources:
             if routes.home[source.value] == number:
                 self._send_from_cpu(source.value, number)
