@@ -38,8 +38,10 @@ _PATIENCE = {
 """Without its head Ray would end this process after a minute, while results are being saved. That
 the head is gone is for us to notice (`watch`), and to say. And Ray ends a process at once, without
 a word, where that asks the store of large objects, which is a part of the raylet, for something
-when the raylet is gone. So arguments and answers travel in the calls themselves, up to this size;
-what processes of a cluster answer that was joined, and not started here, as that was told to."""
+when the raylet is gone; and where this process has put something there itself, it asks for it even
+unbidden. So nothing is put there, and arguments and answers travel in the calls themselves, up to
+this size; what processes of a cluster answer that was joined, and not started here, as that was
+told to."""
 
 _ANSWER_SECONDS = 4.0
 """How long an address has to accept a connection, and then twice that to prove to be Ray."""

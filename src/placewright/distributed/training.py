@@ -221,7 +221,8 @@ class DistributedLearner(Placer):
         self._max_staleness = max_staleness
         self._seats = [_Seat(number, None) for number in range(controllers)]
         self._server: Any = None
-        self._shared: Any = None
+        self._policy: Any = None
+        """What controllers begin with."""
         self._known: dict[Placement, Measurement] = {}
         self._trying: set[Placement] = set()
         self._best: list[Trial] = []
@@ -425,10 +426,9 @@ class DistributedLearner(Placer):
                 self._learner.updater.steps, self._max_staleness,
             )
         )  # fmt: skip
-        self._shared = ray.put(self.problem), ray.put(policy)
+        self._policy = policy
 
     def _start(self, seat: _Seat) -> None:
-        problem, policy = self._shared
         # Teachers and warm start were before; the rest of the settings are everybody's.
         config = replace(self._learner.config, warm_start=0)
         seat.starts += 1
@@ -436,7 +436,7 @@ class DistributedLearner(Placer):
             ray.remote(Controller)
             .options(num_cpus=0, max_restarts=0)
             .remote(
-                problem, config, self.name, self._learner.seed + seat.number, policy,
+                self.problem, config, self.name, self._learner.seed + seat.number, self._policy,
                 self._server, seat.state,
             )
         )  # fmt: skip

@@ -85,7 +85,7 @@ class Workers(Evaluator):
         self._problem = problem
         self.cheap = cheap
         self.parallel = config.all_workers
-        self._make_evaluator = ray.put(make_evaluator)
+        self._make_evaluator = make_evaluator
         resources = config.resources_for(problem.cluster, measure=not cheap)
         custom = {n: a for n, a in resources.items() if n not in ("CPU", "GPU")}
         self._actor = ray.remote(Worker).options(
