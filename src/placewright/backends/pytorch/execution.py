@@ -365,7 +365,8 @@ class Execution:
     def _calls_on_cpu(self, number: int) -> None:
         env, routes, place = self._env[number], self.routes, self._places[number]
         live = peak = self._base.get(place.pool, 0)
-        for value in self._arriving.get(number, ()):  # some are there still, under a gradient's view
+        # Some are there still, where a gradient or a result is a view of them.
+        for value in self._arriving.get(number, ()):
             env[value] = None
         for source in self._of.step.sources:
             if routes.home[source.value] == number:
