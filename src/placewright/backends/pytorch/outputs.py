@@ -69,7 +69,8 @@ class OutputTree:
 
 
 def _has_objects(spec: pytree.TreeSpec) -> bool:
-    return spec.type is _Opened or any(map(_has_objects, spec.children()))
+    below = (spec.child(number) for number in range(spec.num_children))
+    return spec.type is _Opened or any(map(_has_objects, below))
 
 
 class _Opened:
