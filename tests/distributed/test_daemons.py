@@ -159,6 +159,23 @@ def test_a_head_may_be_away_for_a_moment(monkeypatch: pytest.MonkeyPatch, tmp_pa
         watch.close()
 
 
+def test_nothing_is_started_where_the_head_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray would wait for it for an hour, and not hear Ctrl-C."""
+    monkeypatch.setattr(watching, "_HEAD_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        watch = Watch(str(tmp_path / "nowhere"), f"127.0.0.1:{port}")
+        monkeypatch.setattr(watching, "_watches", [watch])
+        watching.check_before_starting()
+    try:
+        with pytest.raises(WorkerError, match=f"127.0.0.1:{port}.* cannot be reached"):
+            watching.check_before_starting()
+    finally:
+        watch.close()
+
+
 LARGE = """
 import os, signal, sys
 import ray

@@ -417,6 +417,7 @@ class DistributedLearner(Placer):
         seat.waiting.extend(new)
 
     def _start_server(self) -> None:
+        watch.check_before_starting()
         policy = copy.deepcopy(self._learner.policy).cpu()
         self._server = (
             ray.remote(ParameterServer)
@@ -429,6 +430,7 @@ class DistributedLearner(Placer):
         self._policy = policy
 
     def _start(self, seat: _Seat) -> None:
+        watch.check_before_starting()
         # Teachers and warm start were before; the rest of the settings are everybody's.
         config = replace(self._learner.config, warm_start=0)
         seat.starts += 1

@@ -63,13 +63,23 @@ class Watch:
             os.close(self._raylet)
             self._raylet = None
 
-    def _ask_head(self) -> None:
+    def wait_for_head(self) -> None:
+        """Until it answers, or is known to be gone."""
+        while not (self.lost() or self._closed.is_set() or self._head_answers()):
+            time.sleep(0.1)
+
+    def _head_answers(self) -> bool:
         host, _, port = self._head.rpartition(":")
+        with contextlib.suppress(OSError):
+            address = host.strip("[]"), int(port)
+            socket.create_connection(address, timeout=_HEAD_SECONDS).close()
+            return True
+        return False
+
+    def _ask_head(self) -> None:
         answered = time.monotonic()
         while not self._closed.wait(_ASK_SECONDS):
-            with contextlib.suppress(OSError):
-                address = host.strip("[]"), int(port)
-                socket.create_connection(address, timeout=_HEAD_SECONDS).close()
+            if self._head_answers():
                 answered = time.monotonic()
             silent = time.monotonic() - answered
             if silent > _HEAD_SECONDS and not self._lost:
@@ -102,6 +112,14 @@ def check() -> None:
     """Raises where Ray cannot be asked any more."""
     if lost():
         raise WorkerError(lost())
+
+
+def check_before_starting() -> None:
+    """`check`, for who is about to start a process: for that Ray asks the head, and waits for its
+    answer however long."""
+    for watch in _watches:
+        watch.wait_for_head()
+    check()
 
 
 def machine_died(fault: BaseException) -> bool:

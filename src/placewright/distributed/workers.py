@@ -198,6 +198,7 @@ class Workers(Evaluator):
     # --- one worker ------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
+        watch.check_before_starting()
         slot.starts += 1
         slot.starting, slot.task = True, []
         slot.actor = self._actor.remote(self._make_evaluator, self._cores)
