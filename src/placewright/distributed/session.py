@@ -30,7 +30,7 @@ _TOKEN = secrets.token_hex(32)
 
 _LARGE = str(1 << 28)
 
-_PATIENCE = {
+_OUTLIVING = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
     "RAY_max_direct_call_object_size": _LARGE,
     "RAY_task_rpc_inlined_bytes_limit": _LARGE,
@@ -102,7 +102,7 @@ def _local() -> Iterator[dict[str, Any]]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN", _TOKEN),
         guard.MARK: folder,
-        **_PATIENCE,
+        **_OUTLIVING,
     }
     guarding = subprocess.Popen(
         # Isolated, as it needs nothing but Python; out of the reach of the terminal's Ctrl-C.
@@ -178,7 +178,7 @@ def _joined(address: str) -> Iterator[dict[str, Any]]:
     else:
         found = address
     _check_answers(address, found)
-    with _settings(_PATIENCE):
+    with _settings(_OUTLIVING):
         yield {"address": found}
 
 
