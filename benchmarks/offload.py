@@ -54,6 +54,7 @@ from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.shapes import Workload, generation
 from placewright.backends.pytorch.offload.timeline import Costs
 from placewright.cluster import Cluster
+from placewright.errors import SearchError
 
 MODELS = ("llama", "mixtral", "dit")
 SHARES = (0.5, 0.25, 0.75)
@@ -393,18 +394,22 @@ class Bench:
         except ImportError:
             return row | {"fault": "diffusers is not installed"}
         offloaded = self.placed.offload
-        # It keeps nothing on the GPU, and page-locks copies of its own.
-        movable = {unit.path for unit in self.recorded.units if unit.can_move and unit.size}
+        # It keeps none of the blocks on the GPU, and page-locks copies of its own. It looks for
+        # blocks among a module's own children: of a language model, those of its `model`.
+        inside = "" if self.name == "dit" else "model."
+        movable = {
+            unit.path for unit in self.recorded.units
+            if unit.can_move and unit.size and unit.path.startswith(inside)
+        }  # fmt: skip
         plan = self._plan_with(self.recorded, "all", movable)
         offloaded.use(plan)
         module = self._same_weights()
         try:
             apply_group_offloading(
-                module, onload_device=torch.device("cpu" if self.small else "cuda:0"),
+                module.model if inside else module,
+                onload_device=torch.device("cpu" if self.small else "cuda:0"),
                 offload_device=torch.device("cpu"), offload_type="block_level",
                 num_blocks_per_group=1, use_stream=not self.small, record_stream=not self.small,
-                # It looks for blocks among a module's own children only.
-                block_modules=None if self.name == "dit" else ["model"],
             )  # fmt: skip
             return self._run(row, shape, module, 2)
         finally:
@@ -477,6 +482,8 @@ def _one_way(planner: Planner, column: str, call: str, *, least: bool = False) -
     """The best plan in which all that is large goes one way; `least`: with the smallest buffer."""
     choices = planner.one_way(by_host=column == "all-by-host")
     fitting = [choice for choice in choices if planner.fits(choice)]
+    if not fitting:
+        raise SearchError(f"no plan of {column} fits into {planner.limits.device_bytes:,} bytes")
     if least:
         smallest = min(choice.window_bytes for choice in fitting)
         fitting = [choice for choice in fitting if choice.window_bytes == smallest]

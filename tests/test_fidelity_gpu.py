@@ -48,7 +48,7 @@ def test_from_runs_to_tables(cluster: str, tmp_path: Path) -> None:
     assert line["error"] < 0.05
     assert line["spearman"] > 0.9
     assert line["peak_error"] == 0.0
-    assert line["over_when_filled"] == 0
+    assert line["filled_ran"] == line["filled"] == fidelity_gpu.FILLED_RUNS
     rows = read_csv(tmp_path / "fidelity.csv")
     assert {"groups", "sets", "best"} <= {row["kind"] for row in rows}
     page = (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -72,7 +72,9 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path: Path) -> None:
     for _ in fidelity_gpu.measure(loaded, runner, again, count=16, until=until):
         pass
     done = [len(run["passes"]) for run in record.runs]
-    assert len(runner.runs) == sum(len(run["passes"]) for run in again.runs) - sum(done)
+    filled = sum("filled" in run for run in again.runs)
+    assert filled == fidelity_gpu.FILLED_RUNS
+    assert len(runner.runs) == sum(len(run["passes"]) for run in again.runs) - sum(done) + filled
     assert all(len(run["passes"]) == 2 for run in again.runs if not run["fit"])
 
 

@@ -29,8 +29,9 @@ pytestmark = [
     pytest.mark.gpu,
     # What torch keeps of traced modules is collected at odd times, and says so.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    # Of torch itself, where its compiler is first imported.
+    # Of torch itself, where its compiler is first imported, and about how fast it could be.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 

@@ -195,9 +195,10 @@ class SearchTask:
         work = tuned.work(lowered.grouped)
         option = Option(lowered=lowered, tuned=tuned, work=work, schedule=one_stream(work))
         option.one_stream_seconds = self._try(option, option.schedule, "one stream")
-        for schedule in () if only_captured else schedules(work, self.config.streams):
-            if self.left() < 0.3 * self.config.seconds:
-                break
+        made_by_list = () if only_captured else schedules(work, self.config.streams)
+        for number, schedule in enumerate(made_by_list):
+            if number and self.left() < 0.3 * self.config.seconds:
+                break  # the first is tried in any case: it takes a second, and gains most
             self._try(option, schedule, "list")
         if any(work.demand) and option.schedule.num_streams > 1 and self.left() > 5:
             made = refined(work, option.schedule, self.config.streams, self.config.seed)
@@ -221,8 +222,8 @@ class SearchTask:
             return
         option.tuned, option.work = tuned, tuned.work(grouped)
         option.schedule = one_stream(option.work)
-        for schedule in schedules(option.work, self.config.streams):
-            if self.left() < 0.2 * self.config.seconds:
+        for number, schedule in enumerate(schedules(option.work, self.config.streams)):
+            if number and self.left() < 0.2 * self.config.seconds:
                 break
             self._try(option, schedule, "list")
 

@@ -102,7 +102,8 @@ class Client:
         began = time.monotonic()
         if request["train_steps"] or request["check"] or not self._checked:
             self._prepared.values.reset()
-        answer, timed = self._timed(self._execution(request["devices"]), request)
+        execution = self._execution(request["devices"], memory_bytes=request.get("memory_bytes"))
+        answer, timed = self._timed(execution, request)
         if answer["outcome"] == "ok" and request["traces"]:
             answer["trace"] = self._trace(request["devices"], request["traces"])
         answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed)
@@ -161,10 +162,16 @@ class Client:
             broken |= timer.broken
         return {"demands": found, "broken": broken}
 
-    def _execution(self, devices: Sequence[int], traced: bool = False) -> Execution:
+    def _execution(
+        self,
+        devices: Sequence[int],
+        traced: bool = False,
+        memory_bytes: Sequence[int] | None = None,
+    ) -> Execution:
         return executed(
-            self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced
-        )
+            self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced,
+            memory_bytes,
+        )  # fmt: skip
 
     def _check(self, execution: Execution) -> None:
         """The results are those of the step without a placement, within rounding."""
@@ -284,9 +291,12 @@ def executed(
     direct: Sequence[Sequence[bool]],
     capture: bool,
     traced: bool = False,
+    memory_bytes: Sequence[int] | None = None,
 ) -> Execution:
     """A placement, captured where that is wanted and there is something to capture."""
-    execution = Execution(prepared, opened, devices, direct=direct, traced=traced)
+    execution = Execution(
+        prepared, opened, devices, direct=direct, traced=traced, memory_bytes=memory_bytes
+    )
     if capture and execution.on_gpu:
         execution.capture()
     return execution

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -132,15 +132,21 @@ class Execution:
         *,
         direct: Sequence[Sequence[bool]],
         traced: bool = False,
+        memory_bytes: Sequence[int] | None = None,
     ) -> None:
         """Raises `OverLimitError` where the weights alone are too large for a place.
 
         `direct` says for each two places whether GPUs there copy to each other, and not through the
-        host.
+        host; `memory_bytes` how much each place has, where that is not what it was opened with.
         """
         self._of = prepared
         self._opened = opened
         self._places = opened.places
+        if memory_bytes is not None:
+            self._places = tuple(
+                replace(place, memory_bytes=int(size))
+                for place, size in zip(opened.places, memory_bytes, strict=True)
+            )
         self._place_of_op = place_of_op
         self._direct = direct
         self._traced = traced
@@ -526,7 +532,7 @@ class _Issue:
         self._pool_is_gpu = {p.pool for p in self._places if p.on_gpu}
         self.lanes = Lanes(self._opened.num_lanes, self._opened.hardware)
         base = execution._base
-        pools = {place.pool: place for place in self._opened.gpus}
+        pools = {place.pool: place for place in self._places if place.on_gpu}
         self.ledger = Ledger(
             self.lanes,
             {pool: place.memory_bytes for pool, place in pools.items()},

@@ -179,6 +179,7 @@ def _by_modules(source: TorchModel, name: str, fault: Exception) -> TorchProgram
         model=kind,
         training=module.training,
         example=example_inputs(source.inputs),
+        why_no_step=f"it cannot be exported as one graph: {first_line(fault)}",
     )
 
 

@@ -30,6 +30,9 @@ class TorchRunner(ProcessRunner):
     run_config = TorchRunConfig
     program: TorchProgram
     config: TorchRunConfig
+    memory_bytes: Sequence[int] | None = None
+    """What each device has in the runs to come, where that is not what the cluster says: for seeing
+    whether a placement still runs with less."""
 
     def _begin(self) -> None:
         program = self.program
@@ -65,6 +68,11 @@ class TorchRunner(ProcessRunner):
                 joined[link.name] = (devices.index(one), devices.index(other))
         routes = routes_to_time(self.cluster) if len(joined) < len(self.cluster.links) else ()
         return joined, routes
+
+    def _answer(self, request: Mapping[str, Any], limit: float) -> dict[str, Any]:
+        if "devices" in request and self.memory_bytes is not None:
+            request = {**request, "memory_bytes": [int(size) for size in self.memory_bytes]}
+        return super()._answer(request, limit)
 
     def demands(self) -> Mapping[int, Mapping[str, float]]:
         """From replays of each op alone and on all devices of the chip at once."""
