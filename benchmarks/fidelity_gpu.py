@@ -10,9 +10,9 @@ model on a machine is kept in `raw/MODEL-MACHINE.json.gz` of the results: all th
 for (traces of single devices, links, what ops take side by side), placements that it is fitted to,
 and others that it has not seen: random, contiguous, proposed by the classical methods, and the best
 found in the simulator. Some of those run once more with so much memory that they are predicted to
-fill it to 95%; then all are measured again in a second pass, as far as time allows. What is there is
-not measured again, so a run that was cut short goes on, first with what was never
-measured, and exits with 3 where its time ended before all was done. Fitting and predicting come
+fill it to 95%; then all are measured again in a second pass, as far as time allows. What is there
+is not measured again, so a run that was cut short goes on, first with what was never measured, and
+exits with 3 where its time ended before all was done. Fitting and predicting come
 afterwards and need no GPU: `fidelity.csv` has a line for each placement, `summary.csv` one for each
 model and machine, `README.md` the table.
 """
@@ -95,8 +95,8 @@ class Record:
     """What the above took and the placements to fit to, without the start of the process."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Of placements: `kind`, whether it is to `fit`, `devices` of the ops that are placed together,
-    `passes`: what came of each time that it was measured, and of some `filled`: what came of it where
-    the devices had little more memory than is predicted to be needed."""
+    `passes`: what came of each time that it was measured, and of some `filled`: what came of it
+    where the devices had little more memory than is predicted to be needed."""
 
     def save(self, path: Path, problem: Problem) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,8 @@ def _filled(
     """Some of those that ran, where each device has so much memory that they are predicted to fill
     it to that share."""
     ran = [entry for entry in fresh if entry["passes"] and not _failed(entry)]
-    chosen = [ran[n] for n in np.unique(np.linspace(0, len(ran) - 1, FILLED_RUNS, dtype=int)) if ran]
+    spread = np.linspace(0, len(ran) - 1, min(FILLED_RUNS, len(ran)), dtype=int)
+    chosen = [ran[n] for n in spread]
     left = [entry for entry in chosen if "filled" not in entry]
     if not left:
         return
@@ -616,8 +617,9 @@ GPU work of a step is one captured CUDA graph. Of each run the lower quartile of
 second step with the others. "Peak memory" is the runner's own account of each device, "of the
 allocator" what torch's allocator gave out (where the GPU is one memory): with memory to spare, a
 tensor that another stream reads is kept until its own stream has waited for that one anyhow, which
-the prediction leaves out. "With little memory" is the error of the runner's account where each device
-has 1/{FILLED} of what it is predicted to need, "of those ran" how many of such runs came to their end.
+the prediction leaves out. "With little memory" is the error of the runner's account where each
+device has 1/{FILLED} of what it is predicted to need, "of those ran" how many of such runs came to
+their end.
 "Calibrated in": measuring all that costs are made from, without starting the process.
 
 What was fitted and predicted comes from these measurements, and needs no GPU. {made_by()}

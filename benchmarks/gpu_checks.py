@@ -1,7 +1,8 @@
 """All checks that need a GPU, in one go: `python -m benchmarks.gpu_checks`.
 
 Runs the tests that are marked `gpu`, a process for each file and all at once (they check what is
-right, not what is fast), and prints a short table. `checks.csv` has a line for each test: what came
+right, not what is fast) but for those that take all memory of the GPU, which come last and alone,
+and prints a short table. `checks.csv` has a line for each test: what came
 of it, when, on what, and of which code (a digest of the package and the tests). A test that passed
 with this very code is not run again, so that the same command goes on where its time ended; then it
 exits with 3. `benchmarks/results/gpu_checks` says when and where they last passed.
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: |$)")
 _BEGUN = re.compile(r"^\S+\.py::\S+")
+ALONE = ("test_faults",)
+"""Files that take all memory of the GPU, or look at how much of it is free."""
 _OUTCOMES = {"PASSED": PASSED, "XPASS": PASSED, "SKIPPED": SKIPPED, "XFAIL": SKIPPED}
 """As pytest says it; anything else has failed."""
 
@@ -157,8 +160,10 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
     for test, row in rows.items():
         if row["outcome"] != PASSED:
             waiting.setdefault(test.partition("::")[0], []).append(test)
-    for found in run(waiting, output, seconds - (time.monotonic() - began)).values():
-        for test, outcome in found.items():
+    alone = {file: waiting.pop(file) for file in list(waiting) if Path(file).stem in ALONE}
+    for files_at_once in (waiting, alone):
+        found = run(files_at_once, output, seconds - (time.monotonic() - began))
+        for test, outcome in (pair for of in found.values() for pair in of.items()):
             rows[test] = {
                 "test": test, "outcome": outcome, "date": date, "hardware": hardware, "code": code,
             }  # fmt: skip
