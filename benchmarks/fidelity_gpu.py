@@ -686,6 +686,7 @@ def _measure_all(options: argparse.Namespace) -> bool:
                     prepared.measure(min(options.each, share), options.placements)
                 except Exception as fault:
                     _say_fault(*prepared.pair, fault)
+                prepared.runner.close()  # the GPU's memory is for the others
     print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
     return all(_passes(_path(options, *pair)) > 1 for pair in everything)
 

@@ -35,6 +35,8 @@ from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.works import Learned, learn, works_of
 from placewright.backends.timing import Timing
 
+_MOST_KEPT_BYTES = 2 << 30
+"""On GPUs, of what is not in use."""
 _HOPS = 16
 """From device to device and back, for one time of a link."""
 
@@ -68,11 +70,9 @@ class Client:
         if self._runs % 20 == 0:
             gc.collect()
         try:
-            if "sizes" in request:
-                return {"links": self._time_links(request["pairs"], request["sizes"])}
-            if "chips" in request:
-                return self._all_demands(request["chips"])
-            return self._measure(request)
+            answer = self._answered(request)
+            self._give_back()
+            return answer
         except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
             return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
         except BrokenError as fault:
@@ -81,6 +81,23 @@ class Client:
             if "can't allocate memory" in str(fault):  # torch's words on a CPU
                 return {"outcome": "out of memory", "reason": first_line(fault)}
             return self._after({"outcome": "failed", "reason": first_line(fault)}, fault)
+
+    def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "sizes" in request:
+            return {"links": self._time_links(request["pairs"], request["sizes"])}
+        if "chips" in request:
+            return self._all_demands(request["chips"])
+        return self._measure(request)
+
+    def _give_back(self) -> None:
+        """What torch keeps of earlier placements' memory, where it is much: every captured step
+        takes memory of its own, and others may share the GPU."""
+        unused = sum(
+            torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+            for gpu in {place.device for place in self._opened.gpus}
+        )
+        if unused > _MOST_KEPT_BYTES:
+            self._opened.hardware.give_back()
 
     def _after(self, answer: dict[str, Any], fault: BaseException) -> dict[str, Any]:
         """Whether the GPUs still work: after an illegal access nothing does."""
@@ -102,8 +119,10 @@ class Client:
         began = time.monotonic()
         if request["train_steps"] or request["check"] or not self._checked:
             self._prepared.values.reset()
-        execution = self._execution(request["devices"], memory_bytes=request.get("memory_bytes"))
-        answer, timed = self._timed(execution, request)
+        # The execution, and its memory, are gone when it is traced.
+        answer, timed = self._timed(
+            self._execution(request["devices"], memory_bytes=request.get("memory_bytes")), request
+        )
         if answer["outcome"] == "ok" and request["traces"]:
             answer["trace"] = self._trace(request["devices"], request["traces"])
         answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed)

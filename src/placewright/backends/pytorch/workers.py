@@ -47,4 +47,5 @@ class CpuWorker:
                     job()
                 except BaseException as fault:
                     self._fault = fault
+                del job  # it holds the placement, and all that was computed for it
                 self._done.release()
