@@ -12,9 +12,10 @@ and others that it has not seen: random, contiguous, proposed by the classical m
 found in the simulator. Some of those run once more with so much memory that they are predicted to
 fill it to 95%; then all are measured again in a second pass, as far as time allows. What is there
 is not measured again, so a run that was cut short goes on, first with what was never measured, and
-exits with 3 where its time ended before all was done. Fitting and predicting come
-afterwards and need no GPU: `fidelity.csv` has a line for each placement, `summary.csv` one for each
-model and machine, `README.md` the table.
+exits with 3 where its time ended before all was done. `--propose` makes the placements of what is
+calibrated so far, on a machine that has Scotch and METIS. That needs no GPU, nor do fitting and
+predicting, which come afterwards: `fidelity.csv` has a line for each placement, `summary.csv` one
+for each model and machine, `README.md` the table.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ MODELS = ("inception_v3", "rnnlm", "towers", "googlenet", "transformer", "nmt")
 CLASSICAL = ("scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
 FIT = 16
 """Placements that each calibration is fitted to, besides single devices and what HEFT proposes."""
+TRACED = 6
+"""Of those that costs are fitted to: what ops take where other devices work beside."""
 FILLED_RUNS = 6
 """Of a model on a machine, that run with little more memory than they are predicted to need."""
 ERROR, SPEARMAN, KENDALL, PEAK, FILLED = 0.10, 0.9, 0.6, 0.05, 0.95
@@ -178,7 +181,10 @@ def _measured(
             if time.monotonic() > until:
                 return
             devices = np.array(entry["devices"], dtype=np.int32)
-            run = runner.measure(devices[ops], best_seconds=_best_single(record), adaptive=False)
+            run = runner.measure(
+                devices[ops], best_seconds=_best_single(record), adaptive=False,
+                traces=int(number == 0 and any(entry is traced for traced in record.runs[:TRACED])),
+            )  # fmt: skip
             entry["passes"].append(_as_record(run))
             yield bool(entry["fit"])
 
@@ -637,6 +643,9 @@ What was fitted and predicted comes from these measurements, and needs no GPU. {
 
 def main() -> int:
     options = _options()
+    if options.propose:
+        propose(options)
+        return 0
     done = options.analyse or _measure_all(options)
     if not options.measure:
         analyse(options.output)
@@ -676,7 +685,8 @@ def _measure_all(options: argparse.Namespace) -> bool:
                 runners.enter_context(prepared.runner)
                 started.append((prepared, threads.submit(prepared.runner.start)))
             for prepared, _ in started:
-                _warm_up(prepared.problem)
+                if not prepared.record.runs:
+                    _warm_up(prepared.problem)
             for _, future in started:
                 wait([future])
             for number, (prepared, future) in enumerate(started):
@@ -689,6 +699,19 @@ def _measure_all(options: argparse.Namespace) -> bool:
                 prepared.runner.close()  # the GPU's memory is for the others
     print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
     return all(_passes(_path(options, *pair)) > 1 for pair in everything)
+
+
+def propose(options: argparse.Namespace) -> None:
+    """Placements for what is calibrated and has none."""
+    for model in options.models:
+        for machine in options.machines:
+            path = _path(options, model, machine)
+            record, problem = Record.load(path) if path.exists() else (Record({}), None)
+            if problem is None or record.demands is None or record.runs:
+                continue
+            record.runs = _to_measure(problem, record, options.placements)
+            record.save(path, problem)
+            print(f"{model} on {machine}: {len(record.runs)} placements", flush=True)
 
 
 def _path(options: argparse.Namespace, model: str, machine: str) -> Path:
@@ -795,6 +818,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="models that a CPU runs quickly")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--analyse", action="store_true", help="measure nothing")
+    only.add_argument("--propose", action="store_true", help="placements to measure, no more")
     only.add_argument("--measure", action="store_true", help="analyse nothing yet")
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()
