@@ -74,7 +74,7 @@ def collected(files: Sequence[str]) -> list[str]:
     return [line.strip() for line in said.splitlines() if "::" in line]
 
 
-_PLAIN = ("-p", "no:cacheprovider", "--color=no")
+_PLAIN = ("-p", "no:cacheprovider", "-p", "no:benchmark", "--color=no")
 
 
 def run(

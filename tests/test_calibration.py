@@ -78,6 +78,30 @@ def test_a_correction_is_found_again(problem: Problem, truth: Correction) -> Non
     assert before.error > 0.2
 
 
+def test_what_a_processor_beside_accelerators_takes_is_found_again() -> None:
+    """A processor that waits for accelerators is slower than alone, and so are its links; what
+    accelerators take and send each other is as it was measured."""
+    problem = make_problem(
+        layered_graph(300, 8), Cluster.load("h200-parts4"), ProblemConfig(groups=40)
+    )
+    truth = Correction(cpu_ops=1.4, cpu_latency=2.0, cpu_wait=60e-6)
+    placements = varied_placements(problem, 24)
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = Simulator(truth.apply(problem)).run(rows).step_seconds
+    found, _ = fit(problem, placements, seconds.tolist())
+    fresh = np.stack([p.devices for p in varied_placements(problem, 24, seed=5)])
+    wanted = Simulator(truth.apply(problem)).run(fresh).step_seconds
+    got = Simulator(found.apply(problem)).run(fresh).step_seconds
+    as_measured = Simulator(problem).run(fresh).step_seconds
+    assert np.mean(np.abs(got / wanted - 1)) < 0.05
+    assert np.mean(np.abs(as_measured / wanted - 1)) > 0.2
+    assert found.ops == pytest.approx(1.0, rel=0.05)
+    # Processors alone are beside nobody.
+    alone = make_problem(problem.graph, Cluster.load("cpu2"))
+    costs = Correction(cpu_ops=3.0, cpu_wait=1.0).apply(alone).costs.op_seconds
+    np.testing.assert_array_equal(costs, Correction().apply(alone).costs.op_seconds)
+
+
 def test_what_placements_do_not_say_stays_as_it_is(problem: Problem) -> None:
     """One device at a time says nothing about several at the same time."""
     cluster = dataclasses.replace(problem.cluster, contention=0.4)
