@@ -590,14 +590,15 @@ class _Issue:
             there = self._there.get((number, value))
             if there is not None:
                 self._wait(lane, there)
-        position = self.lanes.work(lane)
-        for value in work.reads:
-            self._used(place.pool, value, lane, position)
+        # First: where memory is short lanes wait for each other, for what they were given so far.
         for _, value in work.makes:
             size = self._routes.owned_bytes.get((place.pool, value), 0)
             if size:
                 self.ledger.hold(place.pool, size)
                 self._owner[place.pool, value] = lane
+        position = self.lanes.work(lane)
+        for value in work.reads:
+            self._used(place.pool, value, lane, position)
         began = self._time(lane)
         made = make_call(work, env, place.torch_device)
         store(work, made, env)
@@ -668,10 +669,10 @@ class _Issue:
             since = self._made(value, home)
         if since is not None:
             self._wait(lane, since)
-        position = self.lanes.work(lane)
         key = (place.pool, value)
         self.ledger.hold(place.pool, form.copied_bytes)
         self._owner[key] = lane
+        position = self.lanes.work(lane)
         self._used(place.pool, value, lane, position)
         source = self._env[home.number][value] if pinned is None else pinned
         began = self._time(lane)
