@@ -20,6 +20,7 @@ or captured once as a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -355,6 +356,11 @@ class Execution:
             if other is not None and (fault is None or isinstance(fault, StoppedError)):
                 fault = other
         if fault is not None:
+            if self.on_gpu:
+                # What was issued must not run on when the memory of the step is gone. It waits for
+                # nobody: the workers have posted all that they had to, or all at once.
+                with contextlib.suppress(RuntimeError):
+                    self._opened.hardware.synchronize()
             raise fault
 
     # --- on the CPU ------------------------------------------------------------------------------

@@ -47,4 +47,5 @@ class CpuWorker:
                     job()
                 except BaseException as fault:
                     self._fault = fault
+                del job  # what it was a part of may hold gigabytes, and the next one needs them
                 self._done.release()
