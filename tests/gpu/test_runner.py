@@ -155,7 +155,7 @@ class Tall(torch.nn.Module):
 
 
 def test_captures_that_are_gone_leave_their_memory_to_the_next() -> None:
-    """Torch keeps the memory of a graph that is gone, and gives none of it back while it captures."""
+    """Torch keeps the memory of a graph that is gone, and gives none back while it captures."""
     x = torch.ones(1 << 24)  # 64 MiB, of which the step needs 16 at a time
     program = read_program(TorchModel(Tall(), Inputs((x,))))
     assert program.step is not None

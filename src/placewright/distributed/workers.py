@@ -34,7 +34,7 @@ _MOST_STARTS = 3
 """After so many attempts in a row to start a worker it is given up."""
 
 _MOST_MACHINES = 3
-"""A placement during which so many machines went down is not tried on another one: it may be why."""
+"""A placement that so many machines went down with is not tried on another one: it may be why."""
 
 MakeEvaluator = Callable[[], Evaluator]
 

@@ -1,4 +1,4 @@
-"""The process that holds a step, as an object of this one: what it checks, and what it lets go of."""
+"""The process that holds a step, as an object of this one: what it checks and lets go of."""
 
 from __future__ import annotations
 
@@ -108,9 +108,12 @@ def test_placements_are_compared_until_one_on_several_devices_was(
 ) -> None:
     compared: list[Execution] = []
     check = Client._check
-    monkeypatch.setattr(
-        Client, "_check", lambda self, made: (compared.append(made), check(self, made))
-    )
+
+    def counted(self: Client, made: Execution) -> None:
+        compared.append(made)
+        check(self, made)
+
+    monkeypatch.setattr(Client, "_check", counted)
     counts = []
     for devices in (ALONE, ALONE, SPREAD, SPREAD, ALONE):
         assert asked(client, devices)["outcome"] == "ok"

@@ -276,7 +276,10 @@ class Checked(Ledger):
 
 
 def ran_right(
-    prepared: Prepared, opened: Opened, op_places: list[int], direct: bool,
+    prepared: Prepared,
+    opened: Opened,
+    op_places: list[int],
+    direct: bool,
     memory_bytes: list[int] | None = None,
 ) -> Execution:
     """Two steps, of which every access is checked, and what they return."""

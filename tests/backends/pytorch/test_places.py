@@ -1,5 +1,5 @@
-"""What devices of a cluster are on this machine: GPUs of a kind, and parts of them, by a driver that
-is not there."""
+"""What devices of a cluster are on this machine: GPUs of a kind, and parts of them, by a driver
+that is not there."""
 
 from __future__ import annotations
 
