@@ -105,21 +105,23 @@ def test_hit_in_the_midst_of_a_step(runner: TorchRunner, how: signal.Signals) ->
     goes_on(runner)
 
 
-def test_a_search_goes_on_when_its_process_hangs(runner: TorchRunner, tmp_path: Path) -> None:
-    goes_on(runner)
-    problem = make_problem(runner.program.graph, CPU2)
-    runner.config = dataclasses.replace(QUICK, time_limit_seconds=4.0)
+def test_a_search_goes_on_when_its_process_hangs(program: TorchProgram, tmp_path: Path) -> None:
+    problem = make_problem(program.graph, CPU2)
     stopped: list[int] = []
+    # Of its own: the processes that a search starts end with the search.
+    limited = dataclasses.replace(QUICK, time_limit_seconds=4.0)
+    with TorchRunner(program, CPU2, limited) as runner:
 
-    def watch(progress: Progress) -> None:
-        if progress.trials == 5 and not stopped:
-            stopped.append(runner.pids[0])
-            os.kill(stopped[0], signal.SIGSTOP)
+        def watch(progress: Progress) -> None:
+            if progress.trials == 5 and not stopped:
+                stopped.append(runner.pids[0])
+                os.kill(stopped[0], signal.SIGSTOP)
 
-    config = SearchConfig(
-        method="random", trials=14, evaluate="measure", rounds=RoundsConfig(final_rounds=1)
-    )
-    result = Session(problem, config, runner=runner, directory=tmp_path, observe=watch).run()
+        config = SearchConfig(
+            method="random", trials=14, evaluate="measure", rounds=RoundsConfig(final_rounds=1)
+        )
+        session = Session(problem, config, runner=runner, directory=tmp_path, observe=watch)
+        result = session.run()
     assert not result.fault
     assert result.best is not None
     tried = read_trials(tmp_path / "journal.jsonl", problem)
