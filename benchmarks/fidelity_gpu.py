@@ -10,11 +10,12 @@ model on a machine is kept in `raw/MODEL-MACHINE.json.gz` of the results: all th
 for (traces of single devices, links, what ops take side by side), placements that it is fitted to,
 and others that it has not seen: random, contiguous, proposed by the classical methods, and the best
 found in the simulator. Some of those run once more with so much memory that they are predicted to
-fill it to 95%; then all are measured again in a second pass, as far as time allows. What is there is
-not measured again, so a run that was cut short goes on, first with what was never
-measured, and exits with 3 where its time ended before all was done. Fitting and predicting come
-afterwards and need no GPU: `fidelity.csv` has a line for each placement, `summary.csv` one for each
-model and machine, `README.md` the table.
+fill it to 95%; then all are measured again in a second pass, as far as time allows. What is there
+is not measured again, so a run that was cut short goes on, first with what was never measured, and
+exits with 3 where its time ended before all was done. `--propose` makes the placements of what is
+calibrated so far, on a machine that has Scotch and METIS. That needs no GPU, nor do fitting and
+predicting, which come afterwards: `fidelity.csv` has a line for each placement, `summary.csv` one
+for each model and machine, `README.md` the table.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ MODELS = ("inception_v3", "rnnlm", "towers", "googlenet", "transformer", "nmt")
 CLASSICAL = ("scotch", "mincut", "heft", "m-topo", "m-etf", "m-sct")
 FIT = 16
 """Placements that each calibration is fitted to, besides single devices and what HEFT proposes."""
+TRACED = 6
+"""Of those that costs are fitted to: what ops take where other devices work beside."""
 FILLED_RUNS = 6
 """Of a model on a machine, that run with little more memory than they are predicted to need."""
 ERROR, SPEARMAN, KENDALL, PEAK, FILLED = 0.10, 0.9, 0.6, 0.05, 0.95
@@ -95,8 +98,8 @@ class Record:
     """What the above took and the placements to fit to, without the start of the process."""
     runs: list[dict[str, Any]] = field(default_factory=list)
     """Of placements: `kind`, whether it is to `fit`, `devices` of the ops that are placed together,
-    `passes`: what came of each time that it was measured, and of some `filled`: what came of it where
-    the devices had little more memory than is predicted to be needed."""
+    `passes`: what came of each time that it was measured, and of some `filled`: what came of it
+    where the devices had little more memory than is predicted to be needed."""
 
     def save(self, path: Path, problem: Problem) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +181,10 @@ def _measured(
             if time.monotonic() > until:
                 return
             devices = np.array(entry["devices"], dtype=np.int32)
-            run = runner.measure(devices[ops], best_seconds=_best_single(record), adaptive=False)
+            run = runner.measure(
+                devices[ops], best_seconds=_best_single(record), adaptive=False,
+                traces=int(number == 0 and any(entry is traced for traced in record.runs[:TRACED])),
+            )  # fmt: skip
             entry["passes"].append(_as_record(run))
             yield bool(entry["fit"])
 
@@ -189,7 +195,8 @@ def _filled(
     """Some of those that ran, where each device has so much memory that they are predicted to fill
     it to that share."""
     ran = [entry for entry in fresh if entry["passes"] and not _failed(entry)]
-    chosen = [ran[n] for n in np.unique(np.linspace(0, len(ran) - 1, FILLED_RUNS, dtype=int)) if ran]
+    spread = np.linspace(0, len(ran) - 1, min(FILLED_RUNS, len(ran)), dtype=int)
+    chosen = [ran[n] for n in spread]
     left = [entry for entry in chosen if "filled" not in entry]
     if not left:
         return
@@ -616,8 +623,9 @@ GPU work of a step is one captured CUDA graph. Of each run the lower quartile of
 second step with the others. "Peak memory" is the runner's own account of each device, "of the
 allocator" what torch's allocator gave out (where the GPU is one memory): with memory to spare, a
 tensor that another stream reads is kept until its own stream has waited for that one anyhow, which
-the prediction leaves out. "With little memory" is the error of the runner's account where each device
-has 1/{FILLED} of what it is predicted to need, "of those ran" how many of such runs came to their end.
+the prediction leaves out. "With little memory" is the error of the runner's account where each
+device has 1/{FILLED} of what it is predicted to need, "of those ran" how many of such runs came to
+their end.
 "Calibrated in": measuring all that costs are made from, without starting the process.
 
 What was fitted and predicted comes from these measurements, and needs no GPU. {made_by()}
@@ -635,6 +643,9 @@ What was fitted and predicted comes from these measurements, and needs no GPU. {
 
 def main() -> int:
     options = _options()
+    if options.propose:
+        propose(options)
+        return 0
     done = options.analyse or _measure_all(options)
     if not options.measure:
         analyse(options.output)
@@ -674,7 +685,8 @@ def _measure_all(options: argparse.Namespace) -> bool:
                 runners.enter_context(prepared.runner)
                 started.append((prepared, threads.submit(prepared.runner.start)))
             for prepared, _ in started:
-                _warm_up(prepared.problem)
+                if not prepared.record.runs:
+                    _warm_up(prepared.problem)
             for _, future in started:
                 wait([future])
             for number, (prepared, future) in enumerate(started):
@@ -684,8 +696,22 @@ def _measure_all(options: argparse.Namespace) -> bool:
                     prepared.measure(min(options.each, share), options.placements)
                 except Exception as fault:
                     _say_fault(*prepared.pair, fault)
+                prepared.runner.close()  # the GPU's memory is for the others
     print(f"{max(0.0, end - time.monotonic()):.0f} s left", flush=True)
     return all(_passes(_path(options, *pair)) > 1 for pair in everything)
+
+
+def propose(options: argparse.Namespace) -> None:
+    """Placements for what is calibrated and has none."""
+    for model in options.models:
+        for machine in options.machines:
+            path = _path(options, model, machine)
+            record, problem = Record.load(path) if path.exists() else (Record({}), None)
+            if problem is None or record.demands is None or record.runs:
+                continue
+            record.runs = _to_measure(problem, record, options.placements)
+            record.save(path, problem)
+            print(f"{model} on {machine}: {len(record.runs)} placements", flush=True)
 
 
 def _path(options: argparse.Namespace, model: str, machine: str) -> Path:
@@ -792,6 +818,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="models that a CPU runs quickly")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--analyse", action="store_true", help="measure nothing")
+    only.add_argument("--propose", action="store_true", help="placements to measure, no more")
     only.add_argument("--measure", action="store_true", help="analyse nothing yet")
     parser.add_argument("--output", type=Path, default=RESULTS)
     return parser.parse_args()

@@ -1,7 +1,8 @@
 """All checks that need a GPU, in one go: `python -m benchmarks.gpu_checks`.
 
 Runs the tests that are marked `gpu`, a process for each file and all at once (they check what is
-right, not what is fast), and prints a short table. `checks.csv` has a line for each test: what came
+right, not what is fast) but for those that take all memory of the GPU, which come last and alone,
+and prints a short table. `checks.csv` has a line for each test: what came
 of it, when, on what, and of which code (a digest of the package and the tests). A test that passed
 with this very code is not run again, so that the same command goes on where its time ended; then it
 exits with 3. `benchmarks/results/gpu_checks` says when and where they last passed.
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import datetime
 import hashlib
+import importlib.util
 import re
 import signal
 import subprocess
@@ -27,7 +29,13 @@ from benchmarks.common import MORE, RESULTS, Row, made_by, markdown, read_csv, w
 ROOT = Path(__file__).parent.parent
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: |$)")
+_OF_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.+?) *$")
+"""The same, of a test that ran beside others."""
 _BEGUN = re.compile(r"^\S+\.py::\S+")
+ALONE = ("test_faults",)
+"""Files that take all memory of the GPU, or look at how much of it is free."""
+_BESIDE = 3
+"""Tests of one file at a time."""
 _OUTCOMES = {"PASSED": PASSED, "XPASS": PASSED, "SKIPPED": SKIPPED, "XFAIL": SKIPPED}
 """As pytest says it; anything else has failed."""
 
@@ -47,10 +55,10 @@ def outcomes(log: str, *, ended: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     finished = set()
     for line in log.splitlines():
-        begun = _BEGUN.match(line)
-        if begun is not None and ended:
+        line = _OF_WORKER.sub(r"\2 \1", line)
+        begun, match = _BEGUN.match(line), _RESULT.match(line)
+        if match is None and begun is not None and ended:
             found.setdefault(begun[0], FAILED)
-        match = _RESULT.match(line)
         if match is not None:
             outcome = _OUTCOMES.get(match[2], FAILED)
             again = match[1] in finished
@@ -99,14 +107,23 @@ def run(
 def _started(
     files: Mapping[str, Sequence[str]], logs: Mapping[str, IO[bytes]]
 ) -> dict[str, subprocess.Popen[bytes]]:
+    # Tests of one file run beside each other where that is installed: each starts processes and
+    # compiles, which takes long and keeps the GPU idle.
+    beside = (
+        ["-p", "xdist", "-n", str(_BESIDE)] if importlib.util.find_spec("xdist") is not None else []
+    )
     return {
         file: subprocess.Popen(
             [sys.executable, "-m", "pytest", "-v", "-m", "gpu", *_PLAIN, "--tb=short",
-             "--durations=8", "--show-capture=no", *tests],
+             "--durations=8", "--show-capture=no", *([] if _is_alone(file) else beside), *tests],
             cwd=ROOT, stdout=logs[file], stderr=subprocess.STDOUT,
         )
         for file, tests in files.items()
     }  # fmt: skip
+
+
+def _is_alone(file: str) -> bool:
+    return Path(file).stem in ALONE
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -157,8 +174,10 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
     for test, row in rows.items():
         if row["outcome"] != PASSED:
             waiting.setdefault(test.partition("::")[0], []).append(test)
-    for found in run(waiting, output, seconds - (time.monotonic() - began)).values():
-        for test, outcome in found.items():
+    alone = {file: waiting.pop(file) for file in list(waiting) if _is_alone(file)}
+    for files_at_once in (waiting, alone):
+        found = run(files_at_once, output, seconds - (time.monotonic() - began))
+        for test, outcome in (pair for of in found.values() for pair in of.items()):
             rows[test] = {
                 "test": test, "outcome": outcome, "date": date, "hardware": hardware, "code": code,
             }  # fmt: skip

@@ -184,6 +184,7 @@ tests/gpu/test_x.py::test_b FAILED                                      [ 40%]
 tests/gpu/test_x.py::test_c SKIPPED (no)                                [ 60%]
 tests/gpu/test_x.py::test_d PASSED                                      [ 80%]
 tests/gpu/test_x.py::test_d ERROR                                       [ 80%]
+[gw1] [ 90%] PASSED tests/gpu/test_x.py::test_f[two] 
 tests/gpu/test_x.py::test_e Fatal Python error: Aborted
 FAILED tests/gpu/test_x.py::test_b - assert False
 """
@@ -195,6 +196,7 @@ def test_what_pytest_says_of_each_test(ended: bool) -> None:
     short = {name.partition("::test_")[2]: outcome for name, outcome in found.items()}
     assert short == {
         "a[one]": "passed", "b": "failed", "c": "skipped", "d": "failed",
+        "f[two]": "passed",
         # A test that takes the process with it has failed; one that was cut short was not run.
         **({"e": "failed"} if ended else {}),
     }  # fmt: skip

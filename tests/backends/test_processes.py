@@ -101,3 +101,24 @@ def test_load_of_others_is_told_from_our_own() -> None:
     assert without is not None
     assert with_it > without + 0.1  # whatever else runs here is in both
     assert Load([burner.pid]).share() is None  # it is gone
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads end by themselves there alone")
+def test_a_child_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "import ctypes, os, threading, time\n"
+        "threading.Thread(target=lambda: (time.sleep(1.0), os._exit(7))).start()\n"
+        "print('going', flush=True)\n"
+        "ctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64' else 93, 0)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    child = Child("half", {}, seconds=5.0, environment={"PYTHONPATH": path})
+    try:
+        state, until = "", time.monotonic() + 20.0
+        while state != "Z" and time.monotonic() < until:
+            stat = Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8")
+            state = stat.rpartition(")")[2].split()[0]
+        assert state == "Z", "its first thread should have gone"
+        assert child.ended() == "ended with exit code 7"
+    finally:
+        child.kill()

@@ -33,6 +33,9 @@ _PR_SET_PDEATHSIG = 1
 _MOST_ANSWER_BYTES = 1 << 30
 """Of one answer."""
 
+_ENDING_SECONDS = 30.0
+"""For what a process leaves behind to be cleared away."""
+
 _MOST_LOG_BYTES = 1 << 20
 """Of a log, read at a time."""
 
@@ -141,13 +144,25 @@ class Child:
         return {"outcome": "failed", "reason": reason, "broken": True}
 
     def ended(self) -> str:
-        """How it ended, or nothing while it runs."""
+        """How it ended, or nothing while it runs. One that is about to is waited for: the driver
+        of a GPU takes a while to take back what it had."""
         code = self._process.poll()
+        if code is None and self._is_ending():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_ENDING_SECONDS)
         if code is None:
             return ""
         if code < 0:
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"
         return f"ended with exit code {code}"
+
+    def _is_ending(self) -> bool:
+        """Whether its first thread is gone, and only others are left."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8")
+        except OSError:  # not Linux, or it is gone
+            return False
+        return state.rpartition(")")[2].split()[0] == "Z"
 
     def last_words(self, lines: int = 3) -> str:
         """The end of its log, in one line."""

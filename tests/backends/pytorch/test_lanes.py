@@ -453,6 +453,18 @@ def test_results_stay_what_they_are() -> None:
 def test_all_gpus_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is captured is replayed with the GPU that the thread had before as the current one."""
     waited: list[object] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking  # asleep: the cores are for what is placed on the CPU
+
+        def record(self, stream: object) -> None:
+            waited.append(f"main lane on {stream}")
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     libc = ctypes.CDLL(None)
@@ -464,4 +476,4 @@ def test_all_gpus_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     stream: Any = None
     streams = {n: Streams(compute=stream, arrive=stream, leave=stream) for n in (1, 2)}
     CudaHardware(gpus, OpenedGpus(streams=streams)).synchronize()
-    assert waited == ["cuda:1", "cuda:2"]
+    assert waited == ["main lane on cuda:2", "cuda:1", "cuda:2"]

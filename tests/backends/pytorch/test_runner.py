@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +18,10 @@ import torch
 import placewright.backends as backends
 from placewright.backends.base import LoadOptions
 from placewright.backends.pytorch import TorchRunConfig
+from placewright.backends.pytorch.client import executed, prepare
+from placewright.backends.pytorch.execution import Opened
 from placewright.backends.pytorch.exporting import Inputs, Task
+from placewright.backends.pytorch.places import places_of
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.backends.pytorch.runner import TorchRunner
 from placewright.backends.pytorch.steps import Step
@@ -211,6 +216,26 @@ def test_ways_to_a_switch_are_timed_by_routes_over_them(program: TorchProgram) -
     assert not any(set(link.pairs[0]) <= devices for link in parts.cluster.links)
     # From partition to partition, and to the CPU: through the memory of the host.
     assert parts.seconds_for_links(5) > direct.seconds_for_links(5) > 0
+
+
+def test_a_placement_that_was_run_holds_no_memory_any_more(program: TorchProgram) -> None:
+    """Without help of the garbage collector, which is off where steps are timed."""
+    assert program.step is not None
+    opened = Opened(places_of(Cluster.load("cpu2")))
+    prepared = prepare(program.step, {}, [0] * program.graph.num_ops, opened)
+    apart = [[False] * 2] * 2
+    gc.disable()
+    try:
+        for devices in placements(program, 1):
+            execution = executed(prepared, opened, devices, apart, False)
+            with torch.no_grad():
+                execution.step()
+            gone = weakref.ref(execution)
+            del execution
+            assert gone() is None
+    finally:
+        gc.enable()
+        opened.close()
 
 
 def test_devices_that_are_not_here_cannot_be_measured_on() -> None:

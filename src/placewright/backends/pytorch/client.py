@@ -35,6 +35,8 @@ from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.works import Learned, learn, works_of
 from placewright.backends.timing import Timing
 
+_MOST_KEPT_BYTES = 2 << 30
+"""On GPUs, of what is not in use."""
 _HOPS = 16
 """From device to device and back, for one time of a link."""
 
@@ -68,18 +70,31 @@ class Client:
         self._runs += 1
         if self._runs % 20 == 0:
             gc.collect()
-            if self._on_gpu:  # what captures held that are gone: others may want it, too
-                self._opened.hardware.give_back()
         try:
-            if "sizes" in request:
-                return {"links": self._time_links(request["pairs"], request["sizes"])}
-            if "chips" in request:
-                return self._all_demands(request["chips"])
-            return self._measure(request)
+            answer = self._answered(request)
+            self._give_back()
+            return answer
         except BrokenError as fault:
             return {"outcome": outcome_of(fault), "reason": first_line(fault), "broken": True}
         except Exception as fault:  # an op that refuses its device, CUDA itself, ...
             return self._after({"outcome": outcome_of(fault), "reason": first_line(fault)}, fault)
+
+    def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "sizes" in request:
+            return {"links": self._time_links(request["pairs"], request["sizes"])}
+        if "chips" in request:
+            return self._all_demands(request["chips"])
+        return self._measure(request)
+
+    def _give_back(self) -> None:
+        """What torch keeps of earlier placements' memory, where it is much: every captured step
+        takes memory of its own, and others may share the GPU."""
+        unused = sum(
+            torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+            for gpu in {place.device for place in self._opened.gpus}
+        )
+        if unused > _MOST_KEPT_BYTES:
+            self._opened.hardware.give_back()
 
     def _after(self, answer: dict[str, Any], fault: BaseException) -> dict[str, Any]:
         """Whether the GPUs still work: after an illegal access nothing does."""
@@ -101,9 +116,10 @@ class Client:
         began = time.monotonic()
         if request["train_steps"] or request["check"] or not self._checked:
             self._reset()
-        execution = self._execution(request["devices"], memory_bytes=request.get("memory_bytes"))
-        answer, timed = self._timed(execution, request)
-        del execution  # there may be no room for the traced one beside it
+        # The execution, and its memory, are gone when it is traced.
+        answer, timed = self._timed(
+            self._execution(request["devices"], memory_bytes=request.get("memory_bytes")), request
+        )
         if answer["outcome"] == "ok" and request["traces"]:
             answer["trace"] = self._trace(request["devices"], request["traces"])
         answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed)

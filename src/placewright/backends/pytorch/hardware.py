@@ -30,7 +30,14 @@ class CudaHardware:
         torch.cuda.set_stream(self.streams[lane])
 
     def synchronize(self) -> None:
-        """Waits for all lanes, from the host. None of their GPUs need be the current one."""
+        """Waits for all lanes, from the host. None of their GPUs need be the current one.
+
+        The main lane is waited for asleep: it ends last, and a thread that looks again and again
+        would hold up the cores beside it, which compute what is placed on the CPU.
+        """
+        last = torch.cuda.Event(blocking=True)
+        last.record(self.streams[0])
+        last.synchronize()
         for device in self._devices:
             torch.cuda.synchronize(device)
 

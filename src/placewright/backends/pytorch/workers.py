@@ -47,5 +47,5 @@ class CpuWorker:
                     job()
                 except BaseException as fault:
                     self._fault = fault
-                del job  # what it was a part of may hold gigabytes, and the next one needs them
+                del job  # it holds the placement, and all that was computed for it
                 self._done.release()
