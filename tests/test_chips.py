@@ -128,6 +128,27 @@ def test_streams_of_this_machine() -> None:
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
+    ("names", "issue", "in_order", "of_pytorch"),
+    [
+        (["cuda:0", "cuda:1"], None, False, "host"),  # as eager PyTorch runs it
+        (["cuda:0", "cpu"], None, False, "host"),
+        (["cpu:0", "cpu:1"], None, False, "device"),
+        (["cuda:0/stream:0-3"], "none", True, "none"),  # within a captured graph, as in the presets
+        (["cuda:0/part:0-3", "cpu"], "none", True, "none"),
+        (["cuda:0/part:0-3", "issue=host"], "host", True, "host"),
+        (["cuda:0", "issue=device"], "device", False, "device"),
+    ],
+)
+def test_who_issues_the_work_of_listed_devices(
+    names: list[str], issue: str | None, in_order: bool, of_pytorch: str
+) -> None:
+    cluster = chosen(names)
+    assert (cluster.issue, cluster.in_order) == (issue, in_order)
+    assert cluster.issued_by("host") == of_pytorch
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(
     ("names", "complaint"),
     [
         (["cuda:0", "cuda:0/stream:0"], "gpu:0 is there as 'gpu:0' and as 'gpu:0/stream:0'"),

@@ -456,7 +456,7 @@ def chosen(
     *,
     through_host: bool = False,
     sms: int | None = None,
-    issue: str = "device",
+    issue: str | None = None,
     where: str = "devices",
 ) -> Cluster:
     """Some devices of this machine: GPUs, streams (`cuda:0/stream:0`) or partitions of them
@@ -468,8 +468,10 @@ def chosen(
         through_host: partitions of a GPU exchange tensors through the host's memory, as separate
             GPUs would, and not within the GPU.
         sms: multiprocessors of each partition; equal shares unless given.
-        issue: who issues the ops, see `Cluster.issue`. Unless executors do, devices keep to the
-            order of the program.
+        issue: who issues the ops, see `Cluster.issue`; by default nobody where streams or
+            partitions are among the devices, as they are run within a captured graph, and otherwise
+            who does so in the model's framework. With `host` and `none` devices keep to the order
+            of the program.
         where: what errors call the list.
     """
     names = []
@@ -486,12 +488,16 @@ def chosen(
         else:
             names.append(entry.strip())
     try:
+        names = chips.expanded(names)
+        if issue is None and any(chips.parse(name).sharing for name in names):
+            issue = "none"
         builtin = {name: _kind_document(kind) for name, kind in builtin_kinds().items()}
-        document = chosen_document(chips.expanded(names), through_host, sms, builtin)
+        document = chosen_document(names, through_host, sms, builtin)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
-    in_order = issue != "device"
-    return from_document({**document, "issue": issue, "in_order": in_order}, where=where)
+    if issue is not None:
+        document |= {"issue": issue, "in_order": issue in ("host", "none")}
+    return from_document(document, where=where)
 
 
 _SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30,

@@ -300,7 +300,7 @@ def cluster_of(
     *,
     through_host: bool = False,
     sms: int | None = None,
-    issue: str = "device",
+    issue: str | None = None,
 ) -> Cluster:
     """Torch's names of devices as a cluster, and those of streams and partitions of a GPU; the
     settings are those of `placewright.cluster.chosen`, for devices of this machine."""

@@ -107,6 +107,20 @@ def test_workers_that_are_gone_with_their_machine_do_not_count(
     workers.close()
 
 
+def test_a_placement_that_takes_machine_after_machine_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "machine_died", lambda fault: True)
+    problem = wide()
+    workers = hired(problem, tmp_path, poison=True, workers=1)
+    good, bad = (Placement.of(problem, [device] * problem.num_groups) for device in (0, 2))
+    failed, fine = workers.evaluate([bad, good])
+    assert failed.outcome is Outcome.FAILED
+    assert fine.ok
+    assert len(calls(tmp_path)) == 4
+    workers.close()
+
+
 def test_what_hangs_twice_has_timed_out(tmp_path: Path) -> None:
     problem = wide()
     # Slower for everybody than anybody may be.

@@ -144,7 +144,8 @@ def test_an_assertion_in_the_midst_of_a_search_is_an_outcome() -> None:
     program = read_program(TorchModel(Walk(), Inputs((torch.ones(16, 8),))))
     config = dataclasses.replace(CONFIG, check=False)  # that would begin with the first row again
     with TorchRunner(program, cluster_of("cuda:0/stream:0-1"), config) as runner:
-        devices = [0] * program.graph.num_ops
+        # On both: what is on one alone is compared each time, and begins with the first row, too.
+        devices = [number % 2 for number in range(program.graph.num_ops)]
         assert runner.measure(devices).measurement.ok  # rows 0 to 3
         hit = runner.measure(devices).measurement
         assert hit.outcome is Outcome.FAILED, hit

@@ -152,3 +152,31 @@ def test_steps_captured_on_streams_equal_the_module_bit_by_bit() -> None:
             execution.step()
         for got, wanted in zip(execution.results(), one.results(), strict=True):
             assert torch.equal(got, wanted)
+
+
+class Tall(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x * float(i) for i in range(8)]).sum()
+
+
+def test_captures_that_are_gone_leave_their_memory_to_the_next() -> None:
+    """Torch keeps the memory of a graph that is gone, and gives none back while it captures."""
+    x = torch.ones(1 << 24)  # 64 MiB, of which the step needs 16 at a time
+    program = read_program(TorchModel(Tall(), Inputs((x,))))
+    assert program.step is not None
+    cluster = cluster_of(["cuda:0/stream:0-1"])
+    opened = Opened(places_of(cluster))
+    ops = range(program.graph.num_ops)
+    prepared = prepare(program.step, {"0": x}, [0 for _ in ops], opened)
+    total = torch.cuda.mem_get_info()[1]
+    may = torch.cuda.memory_reserved() + (2500 << 20)
+    torch.cuda.set_per_process_memory_fraction(may / total)
+    try:
+        for turn in range(6):
+            devices = [(number + turn) % 2 for number in ops]
+            execution = executed(prepared, opened, devices, [[True] * 2] * 2, True)
+            execution.step()
+            assert torch.isfinite(execution.results()[0])
+            del execution
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -33,6 +33,9 @@ _START_SECONDS = 120.0
 _MOST_STARTS = 3
 """After so many attempts in a row to start a worker it is given up."""
 
+_MOST_MACHINES = 3
+"""A placement that so many machines went down with is not tried on another one: it may be why."""
+
 MakeEvaluator = Callable[[], Evaluator]
 
 
@@ -76,7 +79,8 @@ class Workers(Evaluator):
 
     Each has one call at a time. What a worker had when it died or hung is given once more to
     whoever is free first, one at a time; a placement that breaks that one, too, has failed. Workers
-    that are gone with their machine do not count.
+    that are gone with their machine do not count, unless that happens with one placement again and
+    again.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Workers(Evaluator):
         self._queues: dict[int | None, deque[Request]] = {group: deque() for group in groups}
         self._queues[None] = deque()
         self._retries: deque[Request] = deque()
+        self._machines_lost: dict[Placement, int] = {}
         self._resources = resources
         self._waiting = False
         """Whether it was said that there are too few machines at the moment."""
@@ -236,7 +241,8 @@ class Workers(Evaluator):
             return self._replace(slot, f"worker failed: {fault.cause!r}", Outcome.FAILED)
         except RayError as fault:
             if watch.machine_died(fault):
-                slot.retrying = False  # what it had is given to another, whoever had it before
+                # What it had is given to another, whoever had it before.
+                slot.retrying = self._too_many_machines(slot.task)
             return self._replace(slot, f"worker died: {why(fault)}", Outcome.FAILED)
         slot.ref = None
         if slot.starting:
@@ -248,6 +254,14 @@ class Workers(Evaluator):
             self._dropped.discard(slot)
             return []
         return [(request.placement, run) for request, run in zip(task, answer, strict=True)]
+
+    def _too_many_machines(self, task: Sequence[Request]) -> bool:
+        """Whether the placement that a machine went down with has had its last one."""
+        lost = self._machines_lost
+        for request in task:
+            lost[request.placement] = lost.get(request.placement, 0) + 1
+        # One of several may have had nothing to do with it, and is tried by itself next.
+        return len(task) == 1 and lost[task[0].placement] >= _MOST_MACHINES
 
     def _overdue(self) -> Results:
         results: Results = []

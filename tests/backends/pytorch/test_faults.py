@@ -25,7 +25,12 @@ from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_
 from placewright.backends.pytorch.runner import TorchRunner
 from placewright.cluster import Cluster
 from placewright.errors import WorkerError
+from placewright.journal import read_trials
 from placewright.measurement import Outcome
+from placewright.problem import make_problem
+from placewright.session.config import RoundsConfig, SearchConfig
+from placewright.session.driver import Session
+from placewright.session.search import Progress
 from tests.memory_groups import memory_group
 
 CPU2 = Cluster.load("cpu2")
@@ -98,6 +103,33 @@ def test_hit_in_the_midst_of_a_step(runner: TorchRunner, how: signal.Signals) ->
     assert runner.restarts == before + 1
     until(lambda: gone(victim))
     goes_on(runner)
+
+
+def test_a_search_goes_on_when_its_process_hangs(program: TorchProgram, tmp_path: Path) -> None:
+    problem = make_problem(program.graph, CPU2)
+    stopped: list[int] = []
+    # Of its own: the processes that a search starts end with the search.
+    limited = dataclasses.replace(QUICK, time_limit_seconds=4.0)
+    with TorchRunner(program, CPU2, limited) as runner:
+
+        def watch(progress: Progress) -> None:
+            if progress.trials == 5 and not stopped:
+                stopped.append(runner.pids[0])
+                os.kill(stopped[0], signal.SIGSTOP)
+
+        config = SearchConfig(
+            method="random", trials=14, evaluate="measure", rounds=RoundsConfig(final_rounds=1)
+        )
+        session = Session(problem, config, runner=runner, directory=tmp_path, observe=watch)
+        result = session.run()
+    assert not result.fault
+    assert result.best is not None
+    tried = read_trials(tmp_path / "journal.jsonl", problem)
+    assert len(tried) > 8
+    outcomes = [trial.measurement.outcome for trial in tried]
+    assert outcomes[5] is Outcome.TIMED_OUT
+    assert set(outcomes[:5] + outcomes[6:]) == {Outcome.OK}
+    until(lambda: gone(stopped[0]))
 
 
 def answers_of(pid: int) -> Path:

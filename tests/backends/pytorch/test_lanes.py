@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from placewright.backends.pytorch.client import prepare
-from placewright.backends.pytorch.execution import Execution, Opened
+from placewright.backends.pytorch.execution import Execution, Opened, Prepared
 from placewright.backends.pytorch.hardware import CudaHardware
 from placewright.backends.pytorch.lanes import Lanes, Ledger, OverLimitError
 from placewright.backends.pytorch.places import OpenedGpus, Place, Streams
@@ -26,8 +28,9 @@ class Log:
     """Hardware that is not there: it writes down what happens, and what must come before it."""
 
     counts: list[int]
+    """Of each lane: what was really given to it so far, waits included."""
     waits: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(lane, its work so far, lane it waits for, that one's work so far)."""
+    """(lane, the wait's place in it, lane it waits for, how much that one had been given)."""
     lane: int = 0
 
     def switch(self, lane: int) -> None:
@@ -37,6 +40,7 @@ class Log:
         return lane, self.counts[lane]
 
     def wait(self, lane: int, event: Any) -> None:
+        self.counts[lane] += 1
         self.waits.append((lane, self.counts[lane], *event))
 
     def wait_for_host(self, lane: int, semaphore: int) -> None:
@@ -48,7 +52,7 @@ class Log:
             return at > position or at == position
         return any(
             waiting == lane
-            and done < at
+            and done <= at
             and (
                 (source == other and reached >= position)
                 or (source != lane and self.comes_after(source, reached, other, position))
@@ -58,7 +62,7 @@ class Log:
 
 
 class Counting(Lanes):
-    """Lanes that tell the log how far they are."""
+    """Lanes that are given something whenever they say so; there is nobody else who does."""
 
     def __init__(self, count: int, log: Log) -> None:
         super().__init__(count, log)
@@ -79,7 +83,7 @@ def test_a_wait_that_says_nothing_new_is_left_out() -> None:
     lanes.work(1)
     lanes.wait(2, lanes.mark(1))
     lanes.wait(2, mark)  # it came after it through lane 1
-    assert log.waits == [(1, 0, 0, 1), (2, 0, 1, 1)]
+    assert log.waits == [(1, 1, 0, 1), (2, 1, 1, 2)]
 
 
 def test_a_tensor_is_kept_until_its_owner_has_waited_for_its_readers() -> None:
@@ -104,7 +108,7 @@ def test_where_memory_is_short_an_owner_waits_for_readers() -> None:
     ledger.hold(0, 80)
     ledger.release(0, object(), {1: lanes.work(1)}, 0, 80)
     ledger.hold(0, 60)
-    assert log.waits == [(0, 0, 1, 1)]
+    assert log.waits == [(0, 1, 1, 1)]
     with pytest.raises(OverLimitError, match=r"gpu:0 has 100 B, and .* 110 B are needed"):
         ledger.hold(0, 50)
 
@@ -186,7 +190,7 @@ def random_step(rng: random.Random, calls: int) -> Step:
 
 class Accesses(TorchDispatchMode):
     """Who touches which memory, seen from below: every op that torch runs, on the lane of the
-    moment."""
+    moment. An event is after those that ran before it was recorded, whatever the clocks say."""
 
     changed = 0
     """Times that something was changed which another lane had touched."""
@@ -209,6 +213,7 @@ class Accesses(TorchDispatchMode):
         lane = self.log.lane
         if lane < 0:
             return result
+        self.log.counts[lane] += 1
         now = self.log.counts[lane]
         taken = {address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         made = {address(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)} - taken
@@ -220,6 +225,7 @@ class Accesses(TorchDispatchMode):
                 Accesses.changed += other != lane
         for memory in made:
             self.made[memory] = (lane, now)
+            self.of[memory] = []  # what lay at this address before was let go of
         for memory in taken | made:
             self.of.setdefault(memory, []).append((lane, now))
         return result
@@ -269,45 +275,101 @@ class Checked(Ledger):
                 self._check(owner, held.tensor)
 
 
+def ran_right(
+    prepared: Prepared,
+    opened: Opened,
+    op_places: list[int],
+    direct: bool,
+    memory_bytes: list[int] | None = None,
+) -> Execution:
+    """Two steps, of which every access is checked, and what they return."""
+    at, log = opened.places, opened.hardware
+    execution = Execution(
+        prepared, opened, op_places, direct=[[direct] * len(at)] * len(at),
+        memory_bytes=memory_bytes,
+    )  # fmt: skip
+    for _ in range(2):
+        log.counts[:], log.lane = [0] * opened.num_lanes, -1
+        log.waits.clear()
+        prepared.values.reset()
+        there = [prepared.values.all_on(place.torch_device) for place in at]
+        lasting = {address(tensor) for values in there for tensor in values.values()}
+        Checked.accesses = Accesses(log, lasting)
+        try:
+            with Checked.accesses:
+                execution.run()
+        finally:
+            log.lane = -1
+        for got, wanted in zip(execution.results(), prepared.learned.results, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    return execution
+
+
+def random_placement(rng: random.Random, step: Step, count: int) -> list[int]:
+    found = [rng.randrange(count) for _ in range(step.num_values + len(step.updates))]
+    for update in step.updates:  # where the parameter is
+        found[update.op] = found[update.parameter]
+    return found
+
+
 @pytest.mark.parametrize("names", ["gg", "ss", "gc", "ssc", "ggcc", "ggggc", "cc"])
 @pytest.mark.parametrize("direct", [False, True])
 def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
     names: str, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(names)
-    module = "placewright.backends.pytorch.execution"
-    monkeypatch.setattr(f"{module}.Lanes", Counting)
-    monkeypatch.setattr(f"{module}.Ledger", Checked)
+    monkeypatch.setattr("placewright.backends.pytorch.execution.Ledger", Checked)
     Checked.freed = Accesses.changed = 0
     for _ in range(12):
         step = random_step(rng, 14)
-        at = places(names)
-        log = Immediate([0] * 2)
-        opened = Opened(at, log)
+        opened = Opened(places(names), Immediate([0] * 2))
         try:
-            ops = step.num_values + len(step.updates)
-            prepared = prepare(step, {}, [0] * ops, opened)
-            op_places = [rng.randrange(len(at)) for _ in range(ops)]
-            for update in step.updates:  # where the parameter is
-                op_places[update.op] = op_places[update.parameter]
-            allowed = [[direct] * len(at)] * len(at)
-            execution = Execution(prepared, opened, op_places, direct=allowed)
-            for _ in range(2):
-                log.counts[:], log.lane = [0] * opened.num_lanes, -1
-                log.waits.clear()
-                prepared.values.reset()
-                there = [prepared.values.all_on(place.torch_device) for place in at]
-                lasting = {address(tensor) for values in there for tensor in values.values()}
-                Checked.accesses = Accesses(log, lasting)
-                with Checked.accesses:
-                    execution.run()
-                log.lane = -1
-                for got, wanted in zip(execution.results(), prepared.learned.results, strict=True):
-                    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+            op_places = random_placement(rng, step, len(names))
+            prepared = prepare(step, {}, [0] * len(op_places), opened)
+            ran_right(prepared, opened, op_places, direct)
         finally:
             opened.close()
     assert Checked.freed > 20 or names == "cc"
     assert Accesses.changed > 5 or names == "cc"
+
+
+@pytest.mark.parametrize("names", ["gg", "ss", "sss", "ssc"])
+def test_where_memory_is_short_nothing_is_read_that_is_not_there_yet(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes wait for each other then in the midst of issuing a call."""
+    rng = random.Random(names)
+    reclaimed: list[int] = []
+    reclaim = Ledger._reclaim
+
+    def counted(self: Ledger, pool: int) -> None:
+        before = self.live[pool]
+        reclaim(self, pool)
+        reclaimed.append(before - self.live[pool])
+
+    monkeypatch.setattr(Ledger, "_reclaim", counted)
+    monkeypatch.setattr("placewright.backends.pytorch.execution.Ledger", Checked)
+    fitted = 0
+    for _ in range(12):
+        step = random_step(rng, 24)
+        opened = Opened(places(names), Immediate([0] * 2))
+        try:
+            op_places = random_placement(rng, step, len(names))
+            prepared = prepare(step, {}, [0] * len(op_places), opened)
+            peaks = ran_right(prepared, opened, op_places, True).peak_bytes
+            for less in (0.85, 0.7):
+                limits = [
+                    int(less * peak) if place.on_gpu else place.memory_bytes
+                    for peak, place in zip(peaks, opened.places, strict=True)
+                ]
+                with contextlib.suppress(OverLimitError):
+                    found = ran_right(prepared, opened, op_places, True, limits).peak_bytes
+                    assert all(np.array(found) <= limits)
+                    fitted += 1
+        finally:
+            opened.close()
+    assert fitted > 3
+    assert sum(reclaimed) > 0
 
 
 def test_a_view_of_what_the_step_changes_is_what_it_was_for_who_takes_it_late() -> None:
@@ -391,6 +453,18 @@ def test_results_stay_what_they_are() -> None:
 def test_all_gpus_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is captured is replayed with the GPU that the thread had before as the current one."""
     waited: list[object] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking  # asleep: the cores are for what is placed on the CPU
+
+        def record(self, stream: object) -> None:
+            waited.append(f"main lane on {stream}")
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     libc = ctypes.CDLL(None)
@@ -402,4 +476,4 @@ def test_all_gpus_of_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     stream: Any = None
     streams = {n: Streams(compute=stream, arrive=stream, leave=stream) for n in (1, 2)}
     CudaHardware(gpus, OpenedGpus(streams=streams)).synchronize()
-    assert waited == ["cuda:1", "cuda:2"]
+    assert waited == ["main lane on cuda:2", "cuda:1", "cuda:2"]

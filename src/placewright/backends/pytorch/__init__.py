@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from placewright.backends.base import Array, Backend, LoadOptions, Plan, RunConfig, is_path, refuse
 from placewright.backends.here import why_not_here
 from placewright.backends.pytorch import models
-from placewright.cluster import Cluster
+from placewright.cluster import Cluster, builtin_kinds
 from placewright.errors import MissingExtraError, ModelError, PlacementError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PyTorchBackend(Backend):
                 return f"it has no {device.name}" + (
                     "" if gpus else " (torch finds no CUDA device)"
                 )
-        return ""
+        return _another_kind(cluster)
 
     def device_names(
         self, names: Sequence[str], given: Mapping[str, str] | None = None
@@ -127,6 +127,18 @@ class PyTorchBackend(Backend):
     def _check_torch(self, feature: str) -> None:
         if not self.installed():
             raise MissingExtraError(feature, self.extra)
+
+
+def _another_kind(cluster: Cluster) -> str:
+    """Which GPU is known to be of another kind than the cluster says; a kind of the user's own may
+    be what is here."""
+    here = {device.name: device.kind.name for device in Cluster.load("local").devices}
+    known = builtin_kinds()
+    for device in cluster.devices:
+        kind = re.sub(r"-\d+sm$", "", device.kind.name)  # a part of it
+        if device.type == "gpu" and kind in known and here.get(device.chip, kind) != kind:
+            return f"its {device.chip} is a {here[device.chip]}, not a {kind}"
+    return ""
 
 
 def torch_name(device: str) -> str:

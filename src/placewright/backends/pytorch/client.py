@@ -59,6 +59,7 @@ class Client:
         )
         self._names: list[str] = greeting["ops"]
         self._checked = False
+        """Whether a placement on several devices returned what the step itself does."""
         self._runs = 0
         gc.collect()
         gc.freeze()
@@ -73,14 +74,10 @@ class Client:
             answer = self._answered(request)
             self._give_back()
             return answer
-        except (OverLimitError, MemoryError, torch.OutOfMemoryError) as fault:
-            return self._after({"outcome": "out of memory", "reason": first_line(fault)}, fault)
         except BrokenError as fault:
-            return {"outcome": "failed", "reason": first_line(fault), "broken": True}
+            return {"outcome": outcome_of(fault), "reason": first_line(fault), "broken": True}
         except Exception as fault:  # an op that refuses its device, CUDA itself, ...
-            if "can't allocate memory" in str(fault):  # torch's words on a CPU
-                return {"outcome": "out of memory", "reason": first_line(fault)}
-            return self._after({"outcome": "failed", "reason": first_line(fault)}, fault)
+            return self._after({"outcome": outcome_of(fault), "reason": first_line(fault)}, fault)
 
     def _answered(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "sizes" in request:
@@ -118,7 +115,7 @@ class Client:
     def _measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
         if request["train_steps"] or request["check"] or not self._checked:
-            self._prepared.values.reset()
+            self._reset()
         # The execution, and its memory, are gone when it is traced.
         answer, timed = self._timed(
             self._execution(request["devices"], memory_bytes=request.get("memory_bytes")), request
@@ -138,7 +135,8 @@ class Client:
             execution.step()
         if request["check"] or not self._checked:
             self._check(execution)
-            self._checked = True
+            # With everything on one device nothing travels, and little can go wrong.
+            self._checked = len(set(request["devices"])) > 1 or len(self._opened.places) == 1
         if request["check"]:
             answer["misplaced"] = []  # every call is made where it is put, or fails
         returned = [execution.results()] if train else []
@@ -156,7 +154,7 @@ class Client:
         if bad and not train:
             # Parameters that were trained for many placements on inputs that are made up may have
             # run away; that says nothing about this placement.
-            self._prepared.values.reset()
+            self._reset()
             execution.step()
             bad = _not_a_number(execution.results())
         if bad:
@@ -166,6 +164,12 @@ class Client:
         if train:
             answer["returned"] = _scalars(returned)
         return answer, timed[0]
+
+    def _reset(self) -> None:
+        """All values as before the first step, on whatever stream the next one begins."""
+        self._prepared.values.reset()
+        if self._on_gpu:
+            self._opened.hardware.synchronize()
 
     def _all_demands(self, chips: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Of the places of each chip: op -> what it takes of the chip."""
@@ -312,13 +316,41 @@ def executed(
     traced: bool = False,
     memory_bytes: Sequence[int] | None = None,
 ) -> Execution:
-    """A placement, captured where that is wanted and there is something to capture."""
-    execution = Execution(
-        prepared, opened, devices, direct=direct, traced=traced, memory_bytes=memory_bytes
-    )
-    if capture and execution.on_gpu:
-        execution.capture()
-    return execution
+    """A placement, captured where that is wanted and there is something to capture.
+
+    While it captures torch gives no memory back to the driver, also none that nobody uses any more,
+    such as that of the graphs of earlier placements. So where there is not enough, that is given
+    back and it captures once more.
+    """
+
+    def made() -> Execution:
+        execution = Execution(
+            prepared, opened, devices, direct=direct, traced=traced, memory_bytes=memory_bytes
+        )
+        if capture and execution.on_gpu:
+            execution.capture()
+        elif execution.on_gpu:  # what it begins with was put there on another stream
+            opened.hardware.synchronize()
+        return execution
+
+    try:
+        return made()
+    except torch.OutOfMemoryError as fault:
+        fault.__traceback__ = None  # it holds what there was room for
+    gc.collect()
+    opened.hardware.give_back()
+    return made()
+
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""Words of torch on a CPU, of CUDA, and of its libraries, whose errors are of no kind of their
+own."""
+
+
+def outcome_of(fault: BaseException) -> str:
+    """Whether what went wrong is that there was not enough memory."""
+    known = isinstance(fault, OverLimitError | MemoryError | torch.OutOfMemoryError)
+    return "out of memory" if known or any(w in str(fault) for w in _NO_MEMORY) else "failed"
 
 
 def _chain(elements: int) -> Step:

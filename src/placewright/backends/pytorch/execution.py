@@ -20,6 +20,7 @@ or captured once as a CUDA graph and replayed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -355,6 +356,11 @@ class Execution:
             if other is not None and (fault is None or isinstance(fault, StoppedError)):
                 fault = other
         if fault is not None:
+            if self.on_gpu:
+                # What was issued must not run on when the memory of the step is gone. It waits for
+                # nobody: the workers have posted all that they had to, or all at once.
+                with contextlib.suppress(RuntimeError):
+                    self._opened.hardware.synchronize()
             raise fault
 
     # --- on the CPU ------------------------------------------------------------------------------
@@ -590,14 +596,15 @@ class _Issue:
             there = self._there.get((number, value))
             if there is not None:
                 self._wait(lane, there)
-        position = self.lanes.work(lane)
-        for value in work.reads:
-            self._used(place.pool, value, lane, position)
+        # First: where memory is short lanes wait for each other, for what they were given so far.
         for _, value in work.makes:
             size = self._routes.owned_bytes.get((place.pool, value), 0)
             if size:
                 self.ledger.hold(place.pool, size)
                 self._owner[place.pool, value] = lane
+        position = self.lanes.work(lane)
+        for value in work.reads:
+            self._used(place.pool, value, lane, position)
         began = self._time(lane)
         made = make_call(work, env, place.torch_device)
         store(work, made, env)
@@ -668,10 +675,10 @@ class _Issue:
             since = self._made(value, home)
         if since is not None:
             self._wait(lane, since)
-        position = self.lanes.work(lane)
         key = (place.pool, value)
         self.ledger.hold(place.pool, form.copied_bytes)
         self._owner[key] = lane
+        position = self.lanes.work(lane)
         self._used(place.pool, value, lane, position)
         source = self._env[home.number][value] if pinned is None else pinned
         began = self._time(lane)

@@ -153,6 +153,12 @@ def _open_parts(device: torch.device, places: Sequence[Place], opened: OpenedGpu
             f"{device} has {whole.sm.smCount} multiprocessors, which make {found} parts of {each} "
             f"and not {count}"
         )
+    size = min(group.sm.smCount for group in groups[:count])
+    if size != each:  # what the hardware can be divided into
+        raise WorkerError(
+            f"{device} is divided into parts of {size} multiprocessors and not of {each}; say "
+            f"sms={size}"
+        )
     flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
     for place in places:
         assert place.part is not None
