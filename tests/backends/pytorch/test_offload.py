@@ -27,7 +27,7 @@ from torch import nn
 
 import placewright.torch as pt
 from placewright.backends.pytorch.modules import units_of
-from placewright.backends.pytorch.offload import checkpoint, links
+from placewright.backends.pytorch.offload import checkpoint, links, products
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
@@ -1031,6 +1031,31 @@ def test_linear_layers_of_the_host_use_the_quicker_product() -> None:
         torch.testing.assert_close(placed(x), other(x), rtol=0.02, atol=0.02)
     assert list(products.quicker) == [1]
     assert torch.get_num_threads() == threads
+
+
+def test_products_are_compared_on_all_weights_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after another, as they are used: a single one would be read from a cache.
+    read: dict[str, list[int]] = {"torch": [], "here": []}
+
+    def noting(name: str, of: Any) -> Any:
+        def run(inputs: Any, weight: Any, bias: Any = None) -> Any:
+            read[name].append(weight.data_ptr())
+            return of(inputs, weight, bias)
+
+        return run
+
+    unit = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 2048), nn.Linear(2048, 8))
+    unit.to(torch.bfloat16)
+    served = products.HostProducts()
+    assert served.serve(unit)
+    monkeypatch.setattr(products, "product", noting("here", product))
+    monkeypatch.setattr(nn.functional, "linear", noting("torch", nn.functional.linear))
+    with torch.no_grad(), served.active(1):
+        unit[0](torch.ones(1, 1024, dtype=torch.bfloat16))
+    both = [unit[n].weight.data_ptr() for n in (0, 1)]  # the third is too small to matter
+    for name, found in read.items():
+        assert len(found) >= 10, name
+        assert found[:10] == both * 5, name
 
 
 # --- the benchmark, small ------------------------------------------------------------------------
