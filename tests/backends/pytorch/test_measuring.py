@@ -15,8 +15,9 @@ pytest.importorskip("torch")
 import torch
 
 from placewright.backends.pytorch.offload.links import SlowLink
-from placewright.backends.pytorch.offload.measuring import Contest, Refinement
+from placewright.backends.pytorch.offload.measuring import Caller, Contest, Refinement
 from placewright.backends.pytorch.offload.planner import Choice, Planner
+from placewright.torch import generation, plan_offload
 from tests.backends.pytorch.test_offload import WORKLOAD, Stack, planner_of
 
 Clock = Callable[[Choice, str], float]
@@ -159,6 +160,27 @@ def test_the_way_of_one_call_is_not_left_out_for_another_s_sake() -> None:
     chosen, _, _, _ = refined(planner, clock)
     assert chosen.by_host["one"].issuperset(planner.away(chosen))
     assert not chosen.by_host["many"].issuperset(planner.away(chosen))
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_prompts_are_read_anew_only_for_caches_that_have_grown(static: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=3, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    workload = generation(prompt=8, new=4, static_cache=static)
+    placed = plan_offload(model, workload, memory={"cpu:1": "1GB"}).apply(model)
+    caller = Caller(placed, workload)
+    rows: list[int] = []
+    placed.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for _ in range(3):
+        caller("decode", 2)
+        caller.another_plan()
+    assert rows == ([8, 1, 1, 1, 1, 1, 1] if static else 3 * [8, 1, 1])
 
 
 def test_plans_that_are_too_slow_beyond_doubt_are_not_run() -> None:

@@ -1044,7 +1044,9 @@ def test_products_are_compared_on_all_weights_of_a_unit(monkeypatch: pytest.Monk
 
         return run
 
-    unit = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 2048), nn.Linear(2048, 8))
+    unit: Any = nn.Sequential(
+        nn.Linear(1024, 1024), nn.Linear(1024, 2048), nn.Linear(2048, 8)
+    )  # fmt: skip
     unit.to(torch.bfloat16)
     served = products.HostProducts()
     assert served.serve(unit)

@@ -91,8 +91,9 @@ class Caller:
         anew, as long as they were for the plan before."""
         if not self._workload.static_cache:
             self._caches.clear()
-        for cache in self._caches.values():
-            move_caches((cache,), tuple(range(len(cache.layers))), torch.device("cpu"))
+        units = self._placed.offload.units.values()
+        layers = tuple({number for unit in units for number in unit.layers})
+        move_caches(tuple(self._caches.values()), layers, torch.device("cpu"))
 
     def _filled(self, before: str, passes: int) -> Any:
         args, kwargs = self._of(before, 1)
