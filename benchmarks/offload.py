@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import statistics
 import sys
@@ -654,6 +655,9 @@ def main() -> int:
         print("offload: torch finds no GPU here; --small tries it on the CPU", file=sys.stderr)
         return 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # What measuring tries and what that takes, and which kernel the host's products are given to.
+    logging.basicConfig(format="    %(message)s", stream=sys.stdout)
+    logging.getLogger("placewright").setLevel(logging.INFO)
     deadline = time.monotonic() + arguments.seconds
     path = arguments.output / "offload.csv"
     done = {tuple(row[key] for key in KEYS) for row in read_csv(path) if not row["fault"]}

@@ -70,12 +70,13 @@ def test_ways_that_have_no_room_together_are_not_put_together() -> None:
 
 def test_one_lucky_run_does_not_decide() -> None:
     """The second is the quicker one, but for its first turn, in which something else was going on;
-    the third is too slow to be run again."""
-    plans = [choice("a", "", ""), choice("b", "", ""), choice("c", "", "")]
+    the third is too slow to be run again, and so is the fourth after two turns."""
+    plans = [choice(home, "", "") for home in "abcd"]
     times = {
         ("a", "many"): [1.0, 1.0, 1.0], ("a", "one"): [1.0, 1.0, 1.0],
-        ("b", "many"): [1.0, 1.0, 1.0], ("b", "one"): [1.1, 0.9, 0.9],
-        ("c", "many"): [1.0], ("c", "one"): [1.5],
+        ("b", "many"): [1.0, 1.0, 1.0], ("b", "one"): [1.4, 0.9, 0.9],
+        ("c", "many"): [1.0], ("c", "one"): [1.8],
+        ("d", "many"): [1.0, 1.0], ("d", "one"): [1.3, 1.3],
     }  # fmt: skip
 
     def clock(plan: Choice, call: str) -> float:
@@ -84,7 +85,7 @@ def test_one_lucky_run_does_not_decide() -> None:
     best, seconds, ran = held(clock, plans)
     assert best == plans[1]
     assert seconds["one"] == 0.9
-    assert [number for number, _ in ran] == [0, 1, 2, 0, 1, 0, 1]
+    assert [number for number, _ in ran] == [0, 1, 2, 3, 0, 1, 3, 0, 1]
 
 
 def test_without_time_the_first_plan_is_run_at_least() -> None:

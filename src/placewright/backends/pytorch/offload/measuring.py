@@ -34,8 +34,9 @@ _ENOUGH_SECONDS = 0.4
 """That are computed in one turn of a plan, where that is not too many passes."""
 _TURNS = 3
 """Of all plans that may be the best."""
-_CLOSE = 1.15
-"""A plan that took longer than the best by this factor is not run again."""
+_CLOSE = (1.5, 1.15)
+"""A plan that took longer than the best by this factor is not run again: after one turn, in which it
+may have been unlucky, and after more."""
 _HOPELESS = 3.0
 """A plan that is predicted to take so many times as long as the best, by measured costs, is not run
 at all."""
@@ -447,13 +448,13 @@ class Contest:
             place: sum(w * least.get(call, float("inf")) for call, w in self.weights.items())
             for place, least in places.items()
         }
-        here = _place(choice)
-        if totals.get(here, 0.0) > _CLOSE * min(totals.values()):
+        here, close = _place(choice), _CLOSE[min(turn, len(_CLOSE)) - 1]
+        if totals.get(here, 0.0) > close * min(totals.values()):
             return []
         return [
             c for c in calls
             if _key(choice, c) not in self.times
-            or self._seconds(choice, c) <= _CLOSE * places[here][c]
+            or self._seconds(choice, c) <= close * places[here][c]
         ]  # fmt: skip
 
     def _combined(self, like: Choice, tried: Sequence[Choice]) -> Choice:
