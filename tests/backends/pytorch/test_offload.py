@@ -28,6 +28,7 @@ from torch import nn
 import placewright.torch as pt
 from placewright.backends.pytorch.modules import units_of
 from placewright.backends.pytorch.offload import checkpoint, links, products
+from placewright.backends.pytorch.offload.estimating import estimated_costs
 from placewright.backends.pytorch.offload.homes import Blocks, Home
 from placewright.backends.pytorch.offload.links import SlowLink
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan, Shape, UnitPlan
@@ -37,6 +38,7 @@ from placewright.backends.pytorch.offload.recording import record
 from placewright.backends.pytorch.offload.runtime import offload
 from placewright.backends.pytorch.offload.timeline import Copy, Costs, Step, UnitCost, pass_seconds
 from placewright.backends.pytorch.offload.window import Route, Source, Window, arrange
+from placewright.cluster import Cluster
 from placewright.errors import ModelError, PlacementError, SearchError
 from placewright.evaluators.simulated import SimulatedEvaluator
 from tests.test_homes import layers, machine, posed
@@ -1136,6 +1138,21 @@ def test_homes_by_accelerate_s_device_map() -> None:
     assert bench._away({"blocks.0": 0, "blocks": "cpu", "head": 0}, recorded) == {
         "blocks.1", "blocks.2",
     }  # fmt: skip
+
+
+def test_copies_and_the_host_slow_each_other_down_in_estimates() -> None:
+    planner = planner_of(Stack(10), 0.5, link=1.0, host=1.0)
+    estimated = estimated_costs(planner.recorded, Cluster.load("h200"), "gpu:0")
+    alone = replace(estimated, host_slowdown=1.0, copy_slowdown=1.0)
+    ways = {by_host: next(planner.one_way(by_host=by_host)) for by_host in (True, False)}
+    away = planner.away(ways[False])
+    half = dict.fromkeys(WORKLOAD.calls, frozenset(away[::2]))
+    for choice, slower in (*((c, False) for c in ways.values()),
+                           (replace(ways[False], by_host=half), True)):  # fmt: skip
+        seconds = []
+        for planner.costs in (alone, estimated):
+            seconds.append(planner.seconds(choice, "many"))
+        assert (seconds[1] > seconds[0]) == slower
 
 
 def test_other_costs_make_another_plan() -> None:

@@ -35,8 +35,8 @@ _ENOUGH_SECONDS = 0.4
 _TURNS = 3
 """Of all plans that may be the best."""
 _CLOSE = (1.5, 1.15)
-"""A plan that took longer than the best by this factor is not run again: after one turn, in which it
-may have been unlucky, and after more."""
+"""A plan that took longer than the best by this factor is not run again: after one turn, in which
+it may have been unlucky, and after more."""
 _HOPELESS = 3.0
 """A plan that is predicted to take so many times as long as the best, by measured costs, is not run
 at all."""

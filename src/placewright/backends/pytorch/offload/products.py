@@ -26,7 +26,8 @@ from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
 
-_config: Any = numba.config
+_numba: Any = numba
+"""Not all of it has types."""
 
 _MOST_ROWS = 8
 """With more, the arithmetic takes longer than reading."""
@@ -172,7 +173,7 @@ class HostProducts:
         torch.set_num_threads(self._threads)
         theirs = _median_seconds(torch.nn.functional.linear, pairs)
         torch.set_num_threads(before)
-        most = min(self._threads, int(_config.NUMBA_NUM_THREADS))
+        most = min(self._threads, int(_numba.config.NUMBA_NUM_THREADS))
         ours: dict[int, float] = {}
         # A core that is taken for a moment by somebody else holds up all: one or two may be free.
         for threads in sorted({most, max(1, most - 1), max(1, most - 2)}, reverse=True):
@@ -180,7 +181,11 @@ class HostProducts:
             ours[threads] = _median_seconds(product, pairs)
         best = min(ours, key=lambda threads: ours[threads])
         numba.set_num_threads(best)
-        logger.info("%d products of %d rows: torch %s, here %s", len(pairs), rows, theirs, ours)
+        layer = "none" if math.isinf(ours[best]) else _numba.threading_layer()
+        logger.info(
+            "%d products of %d rows: torch %.6f s, here by threads %s (of %s)",
+            len(pairs), rows, theirs, ours, layer,
+        )  # fmt: skip
         return ours[best] < 0.95 * theirs
 
 
