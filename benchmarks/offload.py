@@ -22,6 +22,7 @@ plans that are close to each other are run some more, in turns, and their rows w
 | `group-offload` | diffusers' group offload with a stream, where diffusers is installed |
 | `simulated` | Placewright's plan by the description of the machine |
 | `measured` | Placewright's plan after measuring |
+| `measured-parts` | the same with attention and the rest of each layer as units of their own |
 | `floor` | what no plan can be faster than, by the measured costs |
 """
 
@@ -62,7 +63,9 @@ MODELS = ("llama", "mixtral", "dit")
 SHARES = (0.5, 0.25, 0.75)
 SHAPES = ("decode-1", "decode-8", "prefill-128", "prefill-512", "prefill-2048")
 COLUMNS = ("simulated", "measured", "floor", "all-travel", "all-by-host", "accelerate",
-           "accelerate-pinned", "group-offload")  # fmt: skip
+           "accelerate-pinned", "measured-parts", "group-offload")  # fmt: skip
+PARTS = {"llama": ("LlamaAttention", "LlamaMLP"),
+         "mixtral": ("MixtralAttention", "MixtralSparseMoeBlock")}  # fmt: skip
 FIRST_SHAPES = ("decode-1", "prefill-128", "step")
 """Of each model, before the others."""
 FIRST_OF_ALL = ("decode-1", "step")
@@ -252,10 +255,7 @@ class Bench:
         workload, call = workload_of(self.name, shape, self.small)
         recorded = record(self.model, workload)
         begun = time.perf_counter()
-        costs = estimated_costs(
-            recorded, self.cluster, self.device, itemsize=2,
-            captured=workload.static_cache and not self.small,
-        )  # fmt: skip
+        costs = self._estimated(recorded, workload)
         limits = Limits(
             device=self.device, device_bytes=int(share * self.size), host_bytes=10**12,
             reserved_bytes=0 if self.small else _RESERVED,
@@ -347,9 +347,40 @@ class Bench:
             row |= {"predicted_seconds": seconds, "plan": _said(plan, call),
                     "costs": planner.costs.source}  # fmt: skip
             return self._run(row, shape, self.placed, self._passes(seconds))
+        if column == "measured-parts":
+            return self._measured_parts(row, workload, call, planner)
         if column == "group-offload":
             return self._group_offload(row, shape)
         return self._accelerate(row, shape, call, planner)
+
+    def _measured_parts(
+        self, row: dict[str, Any], workload: Workload, call: str, other: Planner
+    ) -> dict[str, Any]:
+        if self.name not in PARTS:
+            return row | {"fault": "its blocks have no such parts"}
+        begun = time.perf_counter()
+        recorded = record(self.model, workload, PARTS[self.name])
+        costs = self._estimated(recorded, workload)
+        planner = replace(other, recorded=recorded, costs=costs)
+        plan = planner.search(20.0)
+        whole = self._plan_with(self.recorded, "all", ())
+        self.placed.restore(self.link.device)
+        placed = offload(self.model, plan, self.link)
+        try:
+            plan = refine(placed, planner, workload, seconds=_REFINE_SECONDS)
+            row |= {"predicted_seconds": plan.shape(call).seconds, "plan": _said(plan, call),
+                    "plan_seconds": time.perf_counter() - begun,
+                    "costs": _costs_said(planner.costs, call)}  # fmt: skip
+            return self._run(row, row["shape"], placed, self._passes(plan.shape(call).seconds))
+        finally:
+            placed.restore(self.link.device)
+            self.placed = offload(self.model, whole, self.link)
+
+    def _estimated(self, recorded: Recorded, workload: Workload) -> Costs:
+        return estimated_costs(
+            recorded, self.cluster, self.device, itemsize=2,
+            captured=workload.static_cache and not self.small,
+        )  # fmt: skip
 
     def _passes(self, seconds: float | None) -> int:
         return max(1, min(8, int(1.5 / max(1e-3, seconds or 1.0))))

@@ -672,6 +672,33 @@ def test_generate_works(llama: Any, cache: str | None) -> None:
     assert (placed.offload.graphs.count > 5) == (cache == "static")
 
 
+def test_parts_of_layers_can_be_units(llama: Any) -> None:
+    workload = pt.generation(prompt=8, new=8, static_cache=True)
+    parts = ("LlamaAttention", "LlamaMLP")
+    model = copy.deepcopy(llama)
+    planned = pt.plan_offload(model, workload, memory={DEVICE: "1GB"}, whole=parts)
+    paths = {unit.path for unit in planned.plan.units}
+    assert {"model.layers.0.self_attn", "model.layers.0.mlp"} <= paths
+    assert "model.layers.0" not in paths
+    ways = {path: "cs"[n % 2] * 2 for n, path in enumerate(sorted(paths)) if "mlp" in path}
+    units = tuple(
+        replace(u, home=HOST, computed_on=dict(zip(
+            ("prefill", "decode"), (DEVICE, HOST if ways[u.path] == "cc" else DEVICE), strict=True
+        )))
+        if u.path in ways else u
+        for u in planned.plan.units
+    )  # fmt: skip
+    plan = replace(planned.plan, units=units, window_bytes=max(u.size for u in units))
+    placed = offload(model, plan, SlowLink(FAST))
+    ids = torch.randint(0, 64, (1, 8))
+    settings = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static",
+                "pad_token_id": 0}  # fmt: skip
+    for _ in range(2):
+        assert torch.equal(placed.generate(ids, **settings), llama.generate(ids, **settings))
+    with pytest.raises(ModelError, match=r"has no module of class 'Block'; it has .*LlamaMLP"):
+        pt.plan_offload(model, workload, memory={DEVICE: "1GB"}, whole=("Block",))
+
+
 def test_experts_of_any_type_are_recorded_and_run() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
