@@ -9,7 +9,8 @@ a call, the most memory of the GPU at once, how far the outputs are from those o
 the GPU and from those of the same weights in float32, and for plans what was predicted.
 
 Every row is written when it is made, and rows that are in the file are not made again: so it can be
-run in parts (`--seconds`), and what matters most comes first.
+run in parts (`--seconds`), and what matters most comes first. When a cell has all its rows, the
+plans that are close to each other are run some more, in turns, and their rows written anew.
 
 | column | what it is |
 |---|---|
@@ -21,6 +22,7 @@ run in parts (`--seconds`), and what matters most comes first.
 | `group-offload` | diffusers' group offload with a stream, where diffusers is installed |
 | `simulated` | Placewright's plan by the description of the machine |
 | `measured` | Placewright's plan after measuring |
+| `measured-parts` | the same with attention and the rest of each layer as units of their own |
 | `floor` | what no plan can be faster than, by the measured costs |
 """
 
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import statistics
 import sys
@@ -60,12 +63,21 @@ MODELS = ("llama", "mixtral", "dit")
 SHARES = (0.5, 0.25, 0.75)
 SHAPES = ("decode-1", "decode-8", "prefill-128", "prefill-512", "prefill-2048")
 COLUMNS = ("simulated", "measured", "floor", "all-travel", "all-by-host", "accelerate",
-           "accelerate-pinned", "group-offload")  # fmt: skip
+           "accelerate-pinned", "measured-parts", "group-offload")  # fmt: skip
+PARTS = {"llama": ("LlamaAttention", "LlamaMLP"),
+         "mixtral": ("MixtralAttention", "MixtralSparseMoeBlock")}  # fmt: skip
 FIRST_SHAPES = ("decode-1", "prefill-128", "step")
 """Of each model, before the others."""
+FIRST_OF_ALL = ("decode-1", "step")
+"""Of these, the ones that are run with other shares before there are other models."""
 CACHED = 512
 _RESERVED = 128 * 2**20
 _REFINE_SECONDS = 45.0
+_PLANS = ("simulated", "measured", "all-travel", "all-by-host")
+"""Columns that are plans of Placewright, and are run in turns in the end."""
+_TURNS = 2
+_CLOSE = 1.3
+"""Plans that took so many times as long as the best are not run once more."""
 
 
 class Dit(nn.Module):
@@ -151,8 +163,9 @@ def workload_of(name: str, shape: str, small: bool) -> tuple[Workload, str]:
         return Workload(calls={"step": pt.Call(inputs=pt.Inputs((), inputs))}), "step"
     kind, _, number = shape.partition("-")
     if kind == "decode":
-        cached = 16 if small else CACHED
-        made = generation(prompt=cached, new=256, batch=int(number), static_cache=True)
+        # Of the small one, so many more tokens would take more memory than its weights.
+        cached, new = (16, 8) if small else (CACHED, 256)
+        made = generation(prompt=cached, new=new, batch=int(number), static_cache=True)
         return replace(made, calls={n: _last_only(c) for n, c in made.calls.items()}), "decode"
     ids = torch.zeros(1, int(number) // (16 if small else 1), dtype=torch.long)
     call = pt.Call(inputs=pt.Inputs((), {"input_ids": ids}))
@@ -242,10 +255,7 @@ class Bench:
         workload, call = workload_of(self.name, shape, self.small)
         recorded = record(self.model, workload)
         begun = time.perf_counter()
-        costs = estimated_costs(
-            recorded, self.cluster, self.device, itemsize=2,
-            captured=workload.static_cache and not self.small,
-        )  # fmt: skip
+        costs = self._estimated(recorded, workload)
         limits = Limits(
             device=self.device, device_bytes=int(share * self.size), host_bytes=10**12,
             reserved_bytes=0 if self.small else _RESERVED,
@@ -258,6 +268,7 @@ class Bench:
             print(f"  planned in {took:.1f} s")
         if "floor" in columns and "measured" not in columns:
             columns = ["measured", *columns]
+        ran: dict[str, tuple[OffloadPlan, dict[str, Any]]] = {}
         for column in columns:
             if column == "floor":
                 continue  # comes with what was measured
@@ -269,6 +280,8 @@ class Bench:
             try:
                 row = self._column(row, workload, call, planner, plan, took)
                 yield row
+                if column in _PLANS:
+                    ran[column] = self.placed.offload.plan, row
                 if column == "measured":  # by what was measured
                     floor = planner.floor_seconds(call)
                     yield {
@@ -281,6 +294,31 @@ class Bench:
                     **row,
                     "fault": f"{type(fault).__name__}: {str(fault).splitlines()[0][:200]}",
                 }
+
+        yield from self._in_turns(shape, ran)
+
+    def _in_turns(
+        self, shape: str, ran: Mapping[str, tuple[OffloadPlan, dict[str, Any]]]
+    ) -> Iterator[dict[str, Any]]:
+        """The rows of plans that are close to each other with the median of some more runs, in
+        turns: what slows the machine down for a while should do so to all of them."""
+        best = min((row["seconds"] for _, row in ran.values()), default=0.0)
+        close = {c: (p, row) for c, (p, row) in ran.items() if row["seconds"] <= _CLOSE * best}
+        times = {column: [row["seconds"]] for column, (_, row) in close.items()}
+        if len(close) < 2:
+            return
+        for _ in range(_TURNS):
+            for column, (plan, row) in close.items():
+                if time.monotonic() > self.deadline:
+                    break
+                self.placed.offload.use(plan)
+                again = self._run(dict(row), shape, self.placed, row["calls"])
+                times[column].append(again["seconds"])
+        for column, (_, row) in close.items():
+            number = len(times[column])
+            if number > 1:
+                calls = number * row["calls"]
+                yield row | {"seconds": statistics.median(times[column]), "calls": calls}
 
     def _column(
         self, row: dict[str, Any], workload: Workload, call: str, planner: Planner,
@@ -309,9 +347,40 @@ class Bench:
             row |= {"predicted_seconds": seconds, "plan": _said(plan, call),
                     "costs": planner.costs.source}  # fmt: skip
             return self._run(row, shape, self.placed, self._passes(seconds))
+        if column == "measured-parts":
+            return self._measured_parts(row, workload, call, planner)
         if column == "group-offload":
             return self._group_offload(row, shape)
         return self._accelerate(row, shape, call, planner)
+
+    def _measured_parts(
+        self, row: dict[str, Any], workload: Workload, call: str, other: Planner
+    ) -> dict[str, Any]:
+        if self.name not in PARTS:
+            return row | {"fault": "its blocks have no such parts"}
+        begun = time.perf_counter()
+        recorded = record(self.model, workload, PARTS[self.name])
+        costs = self._estimated(recorded, workload)
+        planner = replace(other, recorded=recorded, costs=costs)
+        plan = planner.search(20.0)
+        whole = self._plan_with(self.recorded, "all", ())
+        self.placed.restore(self.link.device)
+        placed = offload(self.model, plan, self.link)
+        try:
+            plan = refine(placed, planner, workload, seconds=_REFINE_SECONDS)
+            row |= {"predicted_seconds": plan.shape(call).seconds, "plan": _said(plan, call),
+                    "plan_seconds": time.perf_counter() - begun,
+                    "costs": _costs_said(planner.costs, call)}  # fmt: skip
+            return self._run(row, row["shape"], placed, self._passes(plan.shape(call).seconds))
+        finally:
+            placed.restore(self.link.device)
+            self.placed = offload(self.model, whole, self.link)
+
+    def _estimated(self, recorded: Recorded, workload: Workload) -> Costs:
+        return estimated_costs(
+            recorded, self.cluster, self.device, itemsize=2,
+            captured=workload.static_cache and not self.small,
+        )  # fmt: skip
 
     def _passes(self, seconds: float | None) -> int:
         return max(1, min(8, int(1.5 / max(1e-3, seconds or 1.0))))
@@ -541,6 +610,7 @@ def probe() -> Iterator[dict[str, Any]]:
         if torch.cuda.is_available():
             link = open_link("cuda:0")
             target = link.device_memory(size)
+            x = torch.randn(1, k).to(torch.bfloat16)
             begun = time.perf_counter()
             block = link.host_memory(size)
             took = time.perf_counter() - begun
@@ -551,7 +621,16 @@ def probe() -> Iterator[dict[str, Any]]:
                 link.finish()
 
             yield {"what": "page-locked to GPU", "gigabytes_per_second": rate(copy_in)}
-            x = torch.randn(1, k).to(torch.bfloat16)
+            # Where units find their weights: page-locked, and too many for the caches.
+            locked = block.view(torch.bfloat16).view(len(weights), n, k)
+            locked.copy_(torch.stack(weights))
+            for what, compute in (
+                ("F.linear", lambda w: nn.functional.linear(x, w)),
+                ("products of our own", lambda w: product(x, w, None)),
+            ):
+                found = rate(lambda compute=compute: list(map(compute, locked)))  # type: ignore[misc]
+                name = f"host {what} bf16, 1 rows, page-locked"
+                yield {"what": name, "gigabytes_per_second": found}
 
             def both() -> None:
                 mark = link.copy([(target, block)], [])
@@ -562,6 +641,16 @@ def probe() -> Iterator[dict[str, Any]]:
             yield {
                 "what": "GPU copy and host F.linear at once, each",
                 "gigabytes_per_second": rate(both),
+            }
+            # The host alone while copies go on all the time: what a unit takes beside them.
+            mark = link.copy([(target, block)] * 100, [])
+            found = rate(lambda: [product(x, w, None) for w in locked])
+            over = mark.query()
+            link.finish()
+            yield {
+                "what": "host products of our own beside copies"
+                + (" (which ended before)" if over else ""),
+                "gigabytes_per_second": found,
             }
 
 
@@ -598,14 +687,20 @@ def main() -> int:
         print("offload: torch finds no GPU here; --small tries it on the CPU", file=sys.stderr)
         return 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # What measuring tries and what that takes, and which kernel the host's products are given to.
+    logging.basicConfig(format="    %(message)s", stream=sys.stdout)
+    logging.getLogger("placewright").setLevel(logging.INFO)
     deadline = time.monotonic() + arguments.seconds
     path = arguments.output / "offload.csv"
     done = {tuple(row[key] for key in KEYS) for row in read_csv(path) if not row["fault"]}
 
+    begun = time.monotonic()
+
     def write(row: dict[str, Any]) -> None:
         line = {name: _text(row.get(name, "")) for name in FIELDS}
         merge_csv(path, [line], *KEYS)
-        print("  " + ", ".join(f"{k} {v}" for k, v in line.items() if v), flush=True)
+        said = ", ".join(f"{k} {v}" for k, v in line.items() if v)
+        print(f"  after {time.monotonic() - begun:.0f} s: {said}", flush=True)
 
     if arguments.probe:
         for row in probe():
@@ -649,11 +744,14 @@ def in_order(
     models: list[str], shares: list[float], shapes: list[str]
 ) -> Iterator[tuple[str, list[tuple[float, str]]]]:
     """Models with (share, shape) of their cells, what matters most first: of each model the main
-    shapes with the first share, then its other shapes, then other shares."""
+    shapes with the first share and one of them with the others, then its other shapes with the
+    first share, then the rest."""
 
     def turn(cell: tuple[float, str]) -> int:
         share, shape = cell
-        return 2 if share != shares[0] else int(shape not in FIRST_SHAPES)
+        if shape in FIRST_OF_ALL or (share == shares[0] and shape in FIRST_SHAPES):
+            return 0
+        return 1 if share == shares[0] else 2
 
     for part in range(3):
         for name in models:

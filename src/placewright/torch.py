@@ -199,6 +199,7 @@ def plan_offload(
     memory: Mapping[str, int | str],
     devices: Cluster | str = "local",
     keep: Sequence[str] = (),
+    whole: Sequence[str] = (),
     budget: float | str = 10.0,
     seed: int = 0,
 ) -> PlannedOffload:
@@ -216,6 +217,9 @@ def plan_offload(
             host may give, as `cpu`.
         devices: this machine, or a cluster (a file, a preset) that has the device.
         keep: units whose weights stay on the device, by their paths in the module.
+        whole: names of classes whose modules are units, instead of those that the module says
+            (`_no_split_modules`): with `("LlamaAttention", "LlamaMLP")` the attention of a layer,
+            and its cache, can stay on the device while the host computes the rest.
         budget: seconds to search, or a text such as `30s`.
         seed: the same gives the same plan.
     """
@@ -234,7 +238,7 @@ def plan_offload(
     seconds = parse_duration(budget) if isinstance(budget, str) else float(budget)
     return _plan_offload(
         model, workload, with_memory(cluster, memory), others[0],
-        keep=keep, seconds=seconds, seed=seed,
+        keep=keep, whole=whole, seconds=seconds, seed=seed,
     )  # fmt: skip
 
 

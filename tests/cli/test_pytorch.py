@@ -134,11 +134,19 @@ def test_a_module_that_does_not_fit_is_planned(run: Callable[..., Any]) -> None:
     assert page.count("<tr>") == 1 + sum(unit.size > 0 for unit in plan.units)
     assert 'class="host"' in page
     assert 'class="travels"' in page
+    for options, message in (
+        (("--what-if", "1s"), "--what-if: found holds a plan"),
+        (("again",), "make a page of each"),
+    ):
+        refused = run("report", "found", *options)
+        assert refused.code == 2
+        assert message in " ".join(refused.err.split())
+    assert run("report", "found", "--what-if", "0").code == 0
     refused = run(*asked, "--workload", "function", "--evaluate", "measure", "-o", "more")
     assert refused.code == 2
     assert "give --checkpoint" in " ".join(refused.err.split())
-    for options in ((), ("--workload", "function")):
-        refused = run(*asked, *options, "--checkpoint", "w.safetensors", "-o", "more")
+    for given in ((), ("--workload", "function")):
+        refused = run(*asked, *given, "--checkpoint", "w.safetensors", "-o", "more")
         assert refused.code == 2
         assert "--evaluate measure" in " ".join(refused.err.split())
 

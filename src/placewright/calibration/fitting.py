@@ -42,7 +42,7 @@ class Correction:
     cpu_bandwidth: float = 1.0
     """The same."""
     cpu_wait: float = 0.0
-    """Seconds that each op of such a processor takes longer than in a step that it has to itself."""
+    """Seconds that each op of such a processor takes longer than in a step of its own."""
 
     def apply(self, problem: Problem) -> Problem:
         on_cpu = {device.name for device in problem.cluster.devices if device.type == "cpu"}

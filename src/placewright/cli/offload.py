@@ -105,14 +105,16 @@ def _measured(planned: PlannedOffload, module: Any, checkpoint: str | None) -> O
     return plan
 
 
-def sections(directory: str) -> list[tuple[str, tuple[str, ...]]] | None:
-    """What `explain` says of a plan in a directory, or None where there is none."""
-    path = Path(directory) / PLAN_FILE
-    if not path.is_file():
-        return None
+def holds_plan(directory: str) -> bool:
+    """Whether what was left in a directory is a plan for a module that does not fit."""
+    return (Path(directory) / PLAN_FILE).is_file()
+
+
+def sections(directory: str) -> list[tuple[str, tuple[str, ...]]]:
+    """What `explain` says of the plan in a directory."""
     from placewright.backends.pytorch.offload.plan import OffloadPlan
 
-    return explained(OffloadPlan.load(path))
+    return explained(OffloadPlan.load(Path(directory) / PLAN_FILE))
 
 
 def explained(plan: OffloadPlan) -> list[tuple[str, tuple[str, ...]]]:
@@ -123,16 +125,13 @@ def explained(plan: OffloadPlan) -> list[tuple[str, tuple[str, ...]]]:
     return [*found, ("Why", why)] if why else found
 
 
-def write_page(directory: str, output: str | None) -> Path | None:
+def write_page(directory: str, output: str | None) -> Path:
     """The plan in a directory as a page: where each unit's weights live, and what each call does
-    with them. None where there is no plan."""
-    path = Path(directory) / PLAN_FILE
-    if not path.is_file():
-        return None
+    with them."""
     from placewright.backends.pytorch.offload.plan import OffloadPlan
 
     page = Path(output) if output else Path(directory) / "report.html"
-    write_text(page, _page(OffloadPlan.load(path)), UsageError)
+    write_text(page, _page(OffloadPlan.load(Path(directory) / PLAN_FILE)), UsageError)
     return page
 
 

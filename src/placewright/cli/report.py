@@ -10,7 +10,7 @@ import typer
 from rich.padding import Padding
 
 from placewright.cli import common
-from placewright.cli.options import add_command
+from placewright.cli.options import UsageError, add_command
 from placewright.units import parse_duration
 
 if TYPE_CHECKING:
@@ -56,17 +56,29 @@ def report(
 
     Example: placewright report result --open
     """
-    from placewright.cli.offload import write_page
+    from placewright.cli.offload import holds_plan, write_page
     from placewright.report import write_report
 
-    path = write_page(directory, output) if other is None else None
-    if path is None:
-        directories = [directory] if other is None else [directory, other]
+    directories = [directory] if other is None else [directory, other]
+    budget = _what_if_budget(what_if)
+    if plan := next(filter(holds_plan, directories), None):
+        if other is not None:
+            raise UsageError(
+                f"{plan}: holds a plan for a module that does not fit, and only runs of placing "
+                "operations are compared side by side; make a page of each"
+            )
+        if what_if is not None and budget is not None:
+            raise UsageError(
+                f"--what-if: {plan} holds a plan for a module that does not fit, and has none; "
+                "plan for other machines with place --memory and --cluster"
+            )
+        path = write_page(plan, output)
+    else:
         with common.status("reading the run ...") as say:
             path = write_report(
                 directories,
                 output,
-                what_if=_what_if_budget(what_if),
+                what_if=budget,
                 observe=lambda doing: say(f"{doing} ..."),
             )
     if as_json:
@@ -92,13 +104,13 @@ def explain(directory: DirectoryArgument, as_json: common.JsonOption = False) ->
 
     Example: placewright explain result
     """
+    from placewright.cli.offload import holds_plan
     from placewright.cli.offload import sections as of_offloaded
     from placewright.report import explain as explained
     from placewright.report import read_run
 
-    found = of_offloaded(directory)
-    if found is not None:
-        _print_sections(found, as_json)
+    if holds_plan(directory):
+        _print_sections(of_offloaded(directory), as_json)
         return
     with common.status("reading the run ..."):
         run = read_run(directory)

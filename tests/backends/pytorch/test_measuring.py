@@ -15,8 +15,9 @@ pytest.importorskip("torch")
 import torch
 
 from placewright.backends.pytorch.offload.links import SlowLink
-from placewright.backends.pytorch.offload.measuring import Contest, Refinement
+from placewright.backends.pytorch.offload.measuring import Caller, Contest, Refinement
 from placewright.backends.pytorch.offload.planner import Choice, Planner
+from placewright.torch import generation, plan_offload
 from tests.backends.pytorch.test_offload import WORKLOAD, Stack, planner_of
 
 Clock = Callable[[Choice, str], float]
@@ -69,12 +70,13 @@ def test_ways_that_have_no_room_together_are_not_put_together() -> None:
 
 def test_one_lucky_run_does_not_decide() -> None:
     """The second is the quicker one, but for its first turn, in which something else was going on;
-    the third is too slow to be run again."""
-    plans = [choice("a", "", ""), choice("b", "", ""), choice("c", "", "")]
+    the third is too slow to be run again, and so is the fourth after two turns."""
+    plans = [choice(home, "", "") for home in "abcd"]
     times = {
         ("a", "many"): [1.0, 1.0, 1.0], ("a", "one"): [1.0, 1.0, 1.0],
-        ("b", "many"): [1.0, 1.0, 1.0], ("b", "one"): [1.1, 0.9, 0.9],
-        ("c", "many"): [1.0], ("c", "one"): [1.5],
+        ("b", "many"): [1.0, 1.0, 1.0], ("b", "one"): [1.4, 0.9, 0.9],
+        ("c", "many"): [1.0], ("c", "one"): [1.8],
+        ("d", "many"): [1.0, 1.0], ("d", "one"): [1.3, 1.3],
     }  # fmt: skip
 
     def clock(plan: Choice, call: str) -> float:
@@ -83,7 +85,7 @@ def test_one_lucky_run_does_not_decide() -> None:
     best, seconds, ran = held(clock, plans)
     assert best == plans[1]
     assert seconds["one"] == 0.9
-    assert [number for number, _ in ran] == [0, 1, 2, 0, 1, 0, 1]
+    assert [number for number, _ in ran] == [0, 1, 2, 3, 0, 1, 3, 0, 1]
 
 
 def test_without_time_the_first_plan_is_run_at_least() -> None:
@@ -159,6 +161,27 @@ def test_the_way_of_one_call_is_not_left_out_for_another_s_sake() -> None:
     chosen, _, _, _ = refined(planner, clock)
     assert chosen.by_host["one"].issuperset(planner.away(chosen))
     assert not chosen.by_host["many"].issuperset(planner.away(chosen))
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_prompts_are_read_anew_only_for_caches_that_have_grown(static: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=3, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    workload = generation(prompt=8, new=4, static_cache=static)
+    placed = plan_offload(model, workload, memory={"cpu:1": "1GB"}).apply(model)
+    caller = Caller(placed, workload)
+    rows: list[int] = []
+    placed.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for _ in range(3):
+        caller("decode", 2)
+        caller.another_plan()
+    assert rows == ([8, 1, 1, 1, 1, 1, 1] if static else 3 * [8, 1, 1])
 
 
 def test_plans_that_are_too_slow_beyond_doubt_are_not_run() -> None:

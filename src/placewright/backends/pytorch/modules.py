@@ -9,7 +9,7 @@ must units that share a tied parameter: they form one set.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,10 +71,13 @@ class Units:
         return Grouping(group_of=frozen(np.array(group_of, dtype=np.int32)), names=tuple(numbers))
 
 
-def units_of(model: torch.nn.Module, exported: Exported | None) -> Units:
+def units_of(
+    model: torch.nn.Module, exported: Exported | None, whole: Collection[str] = ()
+) -> Units:
     """`exported` shows the order of calls and what goes on between units; without it, units are in
-    the order in which the module holds them."""
-    paths = list(_walk(model, "", _whole_classes(model)))
+    the order in which the module holds them. `whole`: classes that stay whole, instead of those
+    that say so."""
+    paths = list(_walk(model, "", frozenset(whole) or _whole_classes(model)))
     known = {path: number for number, path in enumerate(paths)}
     sets = DisjointSets(len(paths))
     order: dict[str, None] = {}

@@ -7,6 +7,10 @@ from placewright.backends.pytorch.offload.timeline import Costs, UnitCost
 from placewright.cluster import Cluster, DeviceKind
 from placewright.errors import ClusterError
 
+_BESIDE = 1.3
+"""How much longer copies of weights and the host's work take while both go on: they share the
+memory of the host. An H200 beside 16 cores had 1.09 and 1.36 for the host, 1.32 and 1.45 for copies
+(`benchmarks/results/offload`)."""
 _NARROW = 2.0
 """Times the single-precision peak: matrix units on 16-bit numbers."""
 
@@ -36,8 +40,9 @@ def estimated_costs(
                 host_update_seconds=_update_seconds(unit, host_kind),
             )
     return Costs(
-        of=of, link_bytes_per_second=1 / max(per_byte, 1e-15), copy_latency_seconds=latency
-    )
+        of=of, link_bytes_per_second=1 / max(per_byte, 1e-15), copy_latency_seconds=latency,
+        host_slowdown=_BESIDE, copy_slowdown=_BESIDE,
+    )  # fmt: skip
 
 
 def _seconds(work: Work, kind: DeviceKind, launch: float, narrow: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from placewright.backends.pytorch.offload.activations import move_caches
 from placewright.backends.pytorch.offload.plan import HOST, OffloadPlan
 from placewright.backends.pytorch.offload.planner import Choice, Planner
 from placewright.backends.pytorch.offload.runtime import Offloaded
@@ -33,8 +34,9 @@ _ENOUGH_SECONDS = 0.4
 """That are computed in one turn of a plan, where that is not too many passes."""
 _TURNS = 3
 """Of all plans that may be the best."""
-_CLOSE = 1.15
-"""A plan that took longer than the best by this factor is not run again."""
+_CLOSE = (1.5, 1.15)
+"""A plan that took longer than the best by this factor is not run again: after one turn, in which
+it may have been unlucky, and after more."""
 _HOPELESS = 3.0
 """A plan that is predicted to take so many times as long as the best, by measured costs, is not run
 at all."""
@@ -84,6 +86,16 @@ class Caller:
             kwargs = {**kwargs, "past_key_values": self._caches[name]}
         return args, kwargs
 
+    def another_plan(self) -> None:
+        """Caches of a fixed size go on with the next plan, and wait on the host until it is there,
+        so that they take nothing of the memory that it needs. Others have grown: they are made
+        anew, as long as they were for the plan before."""
+        if not self._workload.static_cache:
+            self._caches.clear()
+        units = self._placed.offload.units.values()
+        layers = tuple({number for unit in units for number in unit.layers})
+        move_caches(tuple(self._caches.values()), layers, torch.device("cpu"))
+
     def _filled(self, before: str, passes: int) -> Any:
         args, kwargs = self._of(before, 1)
         if self._workload.static_cache:
@@ -110,6 +122,10 @@ class Refinement:
     """By `time.monotonic`: no further plan is tried after that."""
     _calls: list[str] = field(default_factory=list)
     """Those that matter; the others keep their estimated costs."""
+    _caller: Caller = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._caller = Caller(self.placed, self.workload)
 
     def run(self) -> OffloadPlan:
         """The placed module goes on with what was best."""
@@ -117,10 +133,10 @@ class Refinement:
         first = planner.choice_of(self._offloaded.plan)
         self._calls = self._that_matter([first])
         planner.costs = self._costs(first)
-        found = planner.best(5.0, seed=0)
-        planner.costs = self._fitted(found)
+        by_parts = planner.best(5.0, seed=0)
+        planner.costs = self._fitted(by_parts)
         found = planner.best(5.0, seed=1)
-        candidates = self.candidates(found, first)
+        candidates = self.candidates(found, first, by_parts)
         self._calls = self._that_matter(candidates)
         contest = Contest(planner.weights, planner.fits, self._measure)
         best, took = contest.run(
@@ -148,8 +164,9 @@ class Refinement:
 
     def _go_on(self, plan: OffloadPlan) -> Caller:
         if plan != self._offloaded.plan:
+            self._caller.another_plan()
             self._offloaded.use(plan)
-        return Caller(self.placed, self.workload)
+        return self._caller
 
     # --- costs -----------------------------------------------------------------------------------
 
@@ -212,11 +229,10 @@ class Refinement:
 
     def _timed(self, call: str) -> dict[str, dict[str, list[float]]]:
         """`device` or `host` -> kind of unit -> seconds of each in one call."""
-        caller = Caller(self.placed, self.workload)
-        caller(call, _WARM_UP)
+        self._caller(call, _WARM_UP)
         offloaded = self._offloaded
         with offloaded.timing() as timings:
-            caller(call, 1)
+            self._caller(call, 1)
         found: dict[str, dict[str, list[float]]] = {"device": {}, "host": {}}
         kinds = {unit.path: unit.kind for unit in self.planner.recorded.units}
         for path, times in timings.unit_seconds.items():
@@ -307,12 +323,12 @@ class Refinement:
         )
         return dict.fromkeys(self.planner.weights, some)
 
-    def candidates(self, found: Choice, first: Choice) -> list[Choice]:
+    def candidates(self, found: Choice, *others: Choice) -> list[Choice]:
         """What is run before one is chosen, that which has to be among them first: the plan by
-        measured costs and the one without, all that has no room travelling or computed by the host,
-        each with as much on the device as there is room for then; and the first with one more and
-        one less that travels, all that, and nothing. Those that are slower beyond doubt are left
-        out."""
+        measured costs; `others`, as the one without; all that has no room travelling or computed by
+        the host, each with as much on the device as there is room for then; and the first with one
+        more and one less that travels, all that, and nothing. Those that are slower beyond doubt
+        are left out."""
         planner = self.planner
         pure = [
             min(ways, key=planner.total)
@@ -323,7 +339,8 @@ class Refinement:
             self._with(found, way) for way in (*self._neighbours(found), self._nobody(found))
         ]
         hopeful = [self._without_hopeless(choice, found) for choice in variants]
-        choices = [choice for choice in (found, first, *pure, *hopeful) if planner.fits(choice)]
+        every = (found, *others, *pure, *hopeful)
+        choices = [choice for choice in every if planner.fits(choice)]
         most = _HOPELESS * min(map(planner.total, choices))
         return [choice for choice in choices if planner.total(choice) <= most]
 
@@ -431,13 +448,13 @@ class Contest:
             place: sum(w * least.get(call, float("inf")) for call, w in self.weights.items())
             for place, least in places.items()
         }
-        here = _place(choice)
-        if totals.get(here, 0.0) > _CLOSE * min(totals.values()):
+        here, close = _place(choice), _CLOSE[min(turn, len(_CLOSE)) - 1]
+        if totals.get(here, 0.0) > close * min(totals.values()):
             return []
         return [
             c for c in calls
             if _key(choice, c) not in self.times
-            or self._seconds(choice, c) <= _CLOSE * places[here][c]
+            or self._seconds(choice, c) <= close * places[here][c]
         ]  # fmt: skip
 
     def _combined(self, like: Choice, tried: Sequence[Choice]) -> Choice:

@@ -69,6 +69,7 @@ def plan_offload(
     device: str,
     *,
     keep: Sequence[str] = (),
+    whole: Sequence[str] = (),
     seconds: float = 10.0,
     seed: int = 0,
 ) -> PlannedOffload:
@@ -80,13 +81,14 @@ def plan_offload(
         cluster: the machine, with the memory that may be used.
         device: its device that computes beside the host, as the cluster calls it.
         keep: units whose weights stay on the device.
+        whole: classes of modules that are units, instead of those that the module says.
         seconds: to search.
         seed: of the search.
     """
     from placewright.backends.pytorch import torch_name
 
     work = Workload.of(workload)
-    recorded = record(model, work)
+    recorded = record(model, work, whole)
     is_gpu = cluster.devices[cluster.device_number(device)].type == "gpu"
     item = max((p.element_size() for p in model.parameters()), default=4)
     costs = estimated_costs(

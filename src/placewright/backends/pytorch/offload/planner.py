@@ -24,6 +24,10 @@ _Any = TypeVar("_Any")
 
 _SLOTS = (1.0, 2.0, 3.0)
 """Sizes of the buffer that are tried, in units of the largest that travels."""
+_MOVES = 400
+"""That are tried with each of the best plans by rule."""
+_MORE_MOVES = 3000
+"""With the best that comes of that: a second or so for a model of 32 layers."""
 _MARGIN = 1.15
 """Activations that are planned for, over those that were recorded: memory comes in blocks."""
 
@@ -307,10 +311,9 @@ class Planner:
                 f"{format_bytes(self.limits.host_bytes)} of the host"
             )
         draw = random.Random(seed)
-        results = []
-        for start in found[:3]:
-            results.append(self._improved(start, draw, stop, moves=400))
-        return min(results, key=self._rank)
+        results = [self._improved(start, draw, stop, _MOVES) for start in found[:3]]
+        best = min(results, key=self._rank)
+        return min(best, self._improved(best, draw, stop, _MORE_MOVES), key=self._rank)
 
     def by_rule(self) -> Iterator[Choice]:
         """Plans to begin with: for several sizes of the buffer, as much at home as fits, what

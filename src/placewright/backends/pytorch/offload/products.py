@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,8 @@ from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
 
-_config: Any = numba.config
+_numba: Any = numba
+"""Not all of it has types."""
 
 _MOST_ROWS = 8
 """With more, the arithmetic takes longer than reading."""
@@ -121,7 +122,8 @@ class HostProducts:
         if served < _SERVED * sum(p.numel() for p in module.parameters()):
             return False
         for part in linear:
-            part.__dict__.setdefault("forward", functools.partial(self._forward, part))
+            forward = functools.partial(self._forward, part, linear)
+            part.__dict__.setdefault("forward", forward)
         return bool(linear)
 
     @contextmanager
@@ -147,57 +149,74 @@ class HostProducts:
             self._active = False
             torch.set_num_threads(self._threads)
 
-    def _forward(self, module: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, module: torch.nn.Linear, unit: Sequence[torch.nn.Linear], inputs: torch.Tensor
+    ) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         if not self._active or not _applies(inputs, weight):
             return torch.nn.functional.linear(inputs, weight, bias)
         rows = inputs.numel() // inputs.shape[-1]
         if rows not in self.quicker:
-            self.quicker[rows] = self._is_quicker(inputs, weight)
+            weights = [part.weight for part in unit]
+            self.quicker[rows] = self._is_quicker(rows, [w for w in weights if _suits(w)])
         if self.quicker[rows]:
             return product(inputs, weight, bias)
         return torch.nn.functional.linear(inputs, weight, bias)
 
-    def _is_quicker(self, inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    def _is_quicker(self, rows: int, weights: Sequence[torch.Tensor]) -> bool:
+        """For all products of a unit, one after another: the same one again and again would find
+        its weights in a cache, and which kernel reads memory faster would not be seen."""
         if not self._tries:
             return True
+        pairs = [(w.new_ones(rows, w.shape[1]), w.detach()) for w in weights]
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
-        theirs = _median_seconds(torch.nn.functional.linear, inputs, weight)
+        theirs = _median_seconds(torch.nn.functional.linear, pairs)
         torch.set_num_threads(before)
-        most = min(self._threads, int(_config.NUMBA_NUM_THREADS))
+        most = min(self._threads, int(_numba.config.NUMBA_NUM_THREADS))
         ours: dict[int, float] = {}
         # A core that is taken for a moment by somebody else holds up all: one or two may be free.
         for threads in sorted({most, max(1, most - 1), max(1, most - 2)}, reverse=True):
             numba.set_num_threads(threads)
-            ours[threads] = _median_seconds(product, inputs, weight)
+            ours[threads] = _median_seconds(product, pairs)
         best = min(ours, key=lambda threads: ours[threads])
         numba.set_num_threads(best)
-        logger.info("product of %s: torch %s, here %s", tuple(weight.shape), theirs, ours)
+        layer = "none" if math.isinf(ours[best]) else _numba.threading_layer()
+        logger.info(
+            "%d products of %d rows: torch %.6f s, here by threads %s (of %s)",
+            len(pairs), rows, theirs, ours, layer,
+        )  # fmt: skip
         return ours[best] < 0.95 * theirs
 
 
-def _median_seconds(run: Any, inputs: torch.Tensor, weight: torch.Tensor) -> float:
+def _median_seconds(run: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     time.sleep(_REST_SECONDS)
+    times = []
     try:
-        run(inputs, weight, None)  # compiles, and wakes the threads up
+        for _ in range(1 + _TRIES):  # the first compiles, and wakes the threads up
+            begun = time.perf_counter()
+            for inputs, weight in pairs:
+                run(inputs, weight, None)
+            times.append(time.perf_counter() - begun)
     except Exception as fault:  # whatever compilers and their threads raise
         logger.warning("products are left to torch: %s", fault)
         return math.inf
-    times = []
-    for _ in range(_TRIES):
-        begun = time.perf_counter()
-        run(inputs, weight, None)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 def _applies(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
-        weight.dtype == torch.bfloat16
+        _suits(weight)
         and inputs.dtype == torch.bfloat16
-        and weight.device.type == inputs.device.type == "cpu"
-        and weight.numel() >= _LEAST_WEIGHTS
+        and inputs.device.type == "cpu"
         and 0 < inputs.numel() <= _MOST_ROWS * inputs.shape[-1]
+    )
+
+
+def _suits(weight: torch.Tensor) -> bool:
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.numel() >= _LEAST_WEIGHTS
         and weight.is_contiguous()
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,11 +203,17 @@ def _both(one: Work, other: Work) -> Work:
     )  # fmt: skip
 
 
-def record(model: torch.nn.Module, workload: Workload) -> Recorded:
-    """Raises `ModelError` where the module cannot be called so."""
+def record(model: torch.nn.Module, workload: Workload, whole: Collection[str] = ()) -> Recorded:
+    """Raises `ModelError` where the module cannot be called so. `whole`: see `units_of`."""
+    classes = {type(module).__name__ for module in model.modules()}
+    if strange := [name for name in whole if name not in classes]:
+        raise ModelError(
+            f"{type(model).__name__} has no module of class {strange[0]!r}; it has "
+            f"{', '.join(sorted(classes))}"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(model, mode)
-    paths = list(units_of(model, None).order)
+    paths = list(units_of(model, None, whole).order)
     modules = dict(fake.named_modules())
     by_call: dict[str, dict[str, Work]] = {}
     order: dict[str, None] = {}
