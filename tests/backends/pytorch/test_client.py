@@ -9,7 +9,7 @@ import json
 import tempfile
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,13 @@ from placewright.backends.pytorch import client as module  # noqa: E402
 from placewright.backends.pytorch.client import Client, executed, outcome_of, prepare  # noqa: E402
 from placewright.backends.pytorch.execution import Execution, Opened, Prepared  # noqa: E402
 from placewright.backends.pytorch.lanes import OverLimitError  # noqa: E402
-from placewright.backends.pytorch.steps import Call, Ref, Source, Step  # noqa: E402
+from placewright.backends.pytorch.steps import (  # noqa: E402
+    Call,
+    Ref,
+    Source,
+    Step,
+    without_dropout,
+)
 from placewright.backends.timing import Timing  # noqa: E402
 from tests.backends.pytorch.test_lanes import Immediate, places  # noqa: E402
 
@@ -39,8 +45,24 @@ STEP = Step(
 ALONE, SPREAD = [0, 0, 0], [0, 0, 1]
 
 
+DROPPING = replace(
+    STEP,
+    num_values=5,
+    calls=(
+        *STEP.calls[:1],
+        Call(
+            value=3, target="aten.native_dropout.default", args=(Ref(1), 0.5, True), kwargs={}, op=1
+        ),
+        Call(value=4, target="getitem", args=(Ref(3), 0), kwargs={}, op=1),
+        Call(value=2, target="aten.tanh.default", args=(Ref(4),), kwargs={}, op=2),
+    ),
+)
+"""The same with dropout between."""
+
+
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    step: Step = getattr(request, "param", STEP)
     for name in ("freeze", "disable"):  # for a process of its own
         monkeypatch.setattr(gc, name, lambda: None)
     with contextlib.ExitStack() as opened:
@@ -64,7 +86,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
                     "tf32": False, "cudnn_benchmark": False, "tolerance": 0.01, "seed": 0,
                     "capture": True,
                 },
-                "step": file(json.dumps(STEP.to_json()).encode()),
+                "step": file(json.dumps(step.to_json()).encode()),
                 "weights": file(save({"w": torch.linspace(-1, 1, 6)})),
                 "feeds": file(feeds.getvalue()),
             }
@@ -88,6 +110,7 @@ def asked(client: Client, devices: list[int], **more: Any) -> dict[str, Any]:
         return client.answer(request)
 
 
+@pytest.mark.parametrize("client", [STEP, DROPPING], indirect=True, ids=["", "dropout"])
 def test_what_goes_wrong_on_the_way_is_found_though_one_device_was_tried_first(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,15 +126,24 @@ def test_what_goes_wrong_on_the_way_is_found_though_one_device_was_tried_first(
     assert asked(client, SPREAD)["outcome"] == "ok"
 
 
+def test_steps_that_draw_other_numbers_than_dropout_are_not_compared() -> None:
+    assert without_dropout(STEP) is STEP
+    dropping = without_dropout(DROPPING)
+    assert dropping is not None
+    assert [c.args for c in dropping.calls if "dropout" in c.target] == [(Ref(1), 0.0, True)]
+    drawing = Call(value=3, target="aten.bernoulli.p", args=(Ref(1), 0.5), kwargs={}, op=1)
+    assert without_dropout(replace(DROPPING, calls=(STEP.calls[0], drawing))) is None
+
+
 def test_placements_are_compared_until_one_on_several_devices_was(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[Execution] = []
     check = Client._check
 
-    def counted(self: Client, made: Execution) -> None:
+    def counted(self: Client, made: Execution, of: Prepared) -> None:
         compared.append(made)
-        check(self, made)
+        check(self, made, of)
 
     monkeypatch.setattr(Client, "_check", counted)
     counts = []

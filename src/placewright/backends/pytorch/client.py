@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +31,7 @@ from placewright.backends.pytorch.execution import (
 from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.places import Place
-from placewright.backends.pytorch.steps import Call, Ref, Source, Step
+from placewright.backends.pytorch.steps import Call, Ref, Source, Step, without_dropout
 from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.works import Learned, learn, works_of
 from placewright.backends.timing import Timing
@@ -114,7 +115,14 @@ class Client:
 
     def _measure(self, request: Mapping[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
-        if request["train_steps"] or request["check"] or not self._checked:
+        checks = request["check"] or not self._checked
+        if request["train_steps"] or checks:
+            self._reset()
+        if checks and self._steady is not None and self._steady is not self._prepared:
+            execution = self._execution(request["devices"], of=self._steady)
+            execution.step()
+            self._check(execution, self._steady)
+            del execution
             self._reset()
         # The execution, and its memory, are gone when it is traced.
         answer, timed = self._timed(
@@ -134,7 +142,8 @@ class Client:
         with _seeded():
             execution.step()
         if request["check"] or not self._checked:
-            self._check(execution)
+            if self._steady is self._prepared:
+                self._check(execution, self._prepared)
             # With everything on one device nothing travels, and little can go wrong.
             self._checked = len(set(request["devices"])) > 1 or len(self._opened.places) == 1
         if request["check"]:
@@ -190,18 +199,31 @@ class Client:
         devices: Sequence[int],
         traced: bool = False,
         memory_bytes: Sequence[int] | None = None,
+        of: Prepared | None = None,
     ) -> Execution:
         return executed(
-            self._prepared, self._opened, devices, self._direct, self._settings["capture"], traced,
-            memory_bytes,
+            of or self._prepared, self._opened, devices, self._direct, self._settings["capture"],
+            traced, memory_bytes,
         )  # fmt: skip
 
-    def _check(self, execution: Execution) -> None:
+    @cached_property
+    def _steady(self) -> Prepared | None:
+        """The step as it is compared: without its dropout. None where it draws random numbers of
+        other kinds, whose order differs from device to device."""
+        made = self._prepared
+        step = without_dropout(made.step)
+        if step is None or step is made.step:
+            return None if step is None else made
+        device = torch.device(self._opened.gpus[0].device if self._opened.gpus else "cpu")
+        works = works_of(step)
+        learned = learn(step, works, made.values.all_on(device), device)
+        if self._opened.gpus:
+            self._opened.hardware.give_back()
+        return replace(made, step=step, works=works, learned=learned)
+
+    def _check(self, execution: Execution, of: Prepared) -> None:
         """The results are those of the step without a placement, within rounding."""
-        step = self._prepared.step
-        if any("dropout" in c.target or "rand" in c.target for c in step.calls):
-            return  # random numbers are drawn in another order on each device
-        for got, wanted in zip(execution.results(), self._prepared.learned.results, strict=True):
+        for got, wanted in zip(execution.results(), of.learned.results, strict=True):
             error = _relative_error(got, wanted)
             if not error <= self._settings["tolerance"]:
                 raise ArithmeticError(

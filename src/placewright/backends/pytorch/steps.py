@@ -152,6 +152,28 @@ def function_of(target: str) -> Callable[..., Any]:
     return function
 
 
+_DROPOUT = "aten.native_dropout.default"
+
+
+def without_dropout(step: Step) -> Step | None:
+    """The step with dropout that drops nothing, so that what it returns depends on no random
+    numbers: these differ from device to device. None where it draws others."""
+    calls = []
+    for call in step.calls:
+        if call.target == _DROPOUT:
+            call = dataclasses.replace(call, args=(call.args[0], 0.0, *call.args[2:]))
+        elif _is_random(call.target):
+            return None
+        calls.append(call)
+    return step if tuple(calls) == step.calls else dataclasses.replace(step, calls=tuple(calls))
+
+
+def _is_random(target: str) -> bool:
+    # Attention that drops something is not one op where it is captured.
+    tags = getattr(function_of(target), "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and "attention" not in target
+
+
 # --- arguments as JSON ---------------------------------------------------------------------------
 
 
