@@ -225,17 +225,117 @@ def group_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return only
 
 
-def test_folding_follows_the_parameters_on_request() -> None:
+@pytest.mark.parametrize("fusion", Fusion)
+def test_parameters_are_followed_where_they_are_written_to(fusion: Fusion) -> None:
     model, x = made("branches")
-    low = lowered(model, x, fusion=Fusion.FOLDED)
+    low = lowered(model, x, fusion=fusion)
+    assert bool(low.sources) == (fusion is not Fusion.NONE)
     tuned = untuned(low.grouped)
     work = Work(seconds=tuned.seconds, before=low.grouped.before)
     built = build(low, Cpu(), tuned.runs, schedule.one_stream(work))
+    state = {name: value * 1.1 for name, value in model.state_dict().items()}
     with torch.no_grad():
+        for change in (
+            lambda: [parameter.mul_(1.1) for parameter in model.parameters()],
+            lambda: model.get_buffer("stem.1.running_mean").add_(1),
+            lambda: model.load_state_dict(state),
+        ):
+            assert_close(built([x]), model(x))
+            change()
+        assert low.is_current() == (fusion is Fusion.NONE)
+        assert_close(built([x]), model(x))
+        assert low.is_current()
         for parameter in model.parameters():
-            parameter.mul_(1.1)
+            parameter.data.mul_(0.9)  # of this torch does not keep count
         low.refresh()
         assert_close(built([x]), model(x))
+
+
+def test_parameters_made_in_inference_mode_can_be_folded() -> None:
+    with torch.inference_mode():
+        model = made("branches")[0].requires_grad_(False)
+    low = lowered(model, made("branches")[1], fusion=Fusion.FOLDED)
+    assert low.folded
+    assert low.is_current()
+
+
+class Kept(Cpu):
+    """What groups make is in the same memory after each run, as that of a captured graph."""
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Any:
+        run = Cpu.ready(self, grouped, runs, schedule, given)
+        run.replay()
+        return _Kept(run, {name: value.clone() for name, value in run.values.items()})
+
+
+@dataclass
+class _Kept:
+    inner: Any
+    values: Mapping[str, Any]
+    place: torch.device = torch.device("cpu")
+
+    def replay(self) -> None:
+        self.inner.replay()
+        for name, value in self.inner.values.items():
+            self.values[name].copy_(value)
+
+
+class Many(nn.Module):
+    """Outputs of all kinds, and an input that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, unread: torch.Tensor, other: torch.Tensor
+    ) -> Any:
+        y = x.sin() * other
+        views = {"t": y.t(), "row": y[0], "every": y[:, ::2]}
+        return [y, views, ids, (x.cos(), x.exp(), 3), ids + 1, None, self.table, y.double()]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_outputs_in_memory_that_stays_are_handed_out_as_others_are(copies: bool) -> None:
+    def inputs() -> list[torch.Tensor]:
+        ids = torch.randint(0, 9, (3,))
+        return [torch.randn(3, 4), ids, torch.randn(2), torch.randn(3, 4)]
+
+    model, first = Many(), inputs()
+    low = lower(trace(model, first, {}), first, {}, Fusion.NONE)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    runs = tuned.runs, schedule.one_stream(work)
+    built, plain = (build(low, device, *runs, copies=copies) for device in (Kept(), Cpu()))
+    # Those of a type are copied at once, and not what nobody reads.
+    assert [numbers for numbers, _ in built._inputs] == [[0, 3], [1]]
+    seen: list[Any] = []
+    for _ in range(3):
+        now = inputs()
+        with torch.no_grad():
+            got, wanted = built(now), model(*now)
+            torch.utils._pytree.tree_map(assert_equal, got, wanted)
+            torch.utils._pytree.tree_map(assert_equal, plain(now), wanted)
+        assert got[2] is now[1]
+        seen.append((got, wanted))
+    for got, wanted in seen[:-1] if copies else ():
+        torch.utils._pytree.tree_map(assert_equal, got, wanted)
+    (a, *_), (b, *_) = (got for got, _ in seen[1:])
+    assert (a.data_ptr() == b.data_ptr()) == (not copies)
+    assert got[6].data_ptr() != model.table.data_ptr()
+
+
+def assert_equal(value: Any, wanted: Any) -> None:
+    assert type(value) is type(wanted) or isinstance(wanted, torch.Tensor)
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(value, wanted)
+        assert value.dtype == wanted.dtype
+        assert value.stride() == torch.empty_like(wanted).stride()
+        assert not value.requires_grad
+    else:
+        assert value == wanted
 
 
 def test_a_group_that_gives_back_its_input_gets_memory_of_its_own() -> None:
@@ -941,6 +1041,47 @@ def test_torch_compile_calls_it() -> None:
             assert_close(compiled(x), model(x))
     assert len(found) == 1
     assert "placewright" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_what_torch_compile_cannot_make_one_graph_of_is_several(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Parts(Branches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).relu()
+            torch._dynamo.graph_break()
+            y = self.head(torch.cat([y] * 7, 1)[:, :32]) + y
+            y.add_(1)
+            return y * 2 if y.sum() > 0 else y - 1
+
+    model, x = Parts().eval(), made("branches")[1]
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        config = AccelerateConfig(method="list", fusion=Fusion.FOLDED, rounds=2)
+        return acceleration.on_first_call(graph, Fake(), config)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    state = {name: value * 1.1 for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for size in (2, 3, 2, 5):
+            x = torch.randn(size, 3, 12, 12)
+            assert_close(compiled(x), model(x))
+        # Nobody can ask a compiled module to take over its parameters.
+        model.load_state_dict(state)
+        assert_close(compiled(x), model(x))
+    assert len(found) > 2
+    assert not [r for r in caplog.records if "_Closed" in r.getMessage()]
+
+
+def test_an_option_that_there_is_not_is_said() -> None:
+    model, x = made("branches")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="placewright", options={"second": 3.0})
+    with torch.no_grad(), pytest.raises(Exception, match="no option 'second'; there are streams"):
+        compiled(x)
 
 
 def test_modules_of_the_same_code_have_their_own_parameters_under_compile() -> None:
