@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +29,7 @@ from placewright.acceleration import AccelerateConfig, accelerated
 from placewright.backends.pytorch.exporting import Inputs, Task
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.outputs import OutputTree
-from placewright.backends.pytorch.streams import kernels, passes, schedule
+from placewright.backends.pytorch.streams import kernels, own, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
@@ -274,7 +277,7 @@ class Kept(Cpu):
 class _Kept:
     inner: Any
     values: Mapping[str, Any]
-    place: torch.device = torch.device("cpu")
+    place: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def replay(self) -> None:
         self.inner.replay()
@@ -930,6 +933,46 @@ def test_calls_on_another_stream_come_after_the_last(monkeypatch: pytest.MonkeyP
     assert asked == [1] * 4
 
 
+def test_streams_are_those_of_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streams:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+    monkeypatch.setattr(own, "OwnStreams", Streams)
+    monkeypatch.setattr(own, "_idle", {})
+    first, second, other = own.Lease(0), own.Lease(0), own.Lease(1)
+    assert first.own is not second.own
+    assert other.own.index == 1
+    known = {id(first.own), id(second.own)}
+    holder = [first]  # as a graph that is there for longer than who captured it
+    del first
+    third = own.Lease(0)
+    assert id(third.own) not in known
+    free = holder.pop().own
+    gc.collect()
+    assert own.Lease(0).own is free
+
+
+def test_streams_that_there_are_none_of_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(Fake):
+        @contextlib.contextmanager
+        def settings(self) -> Iterator[None]:
+            own.new_stream(0)
+            yield
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    model, x = made("branches")
+    for fusion in (Fusion.NONE, Fusion.FOLDED):
+        caplog.clear()
+        fast = fake(model, Bare(), fusion=fusion)
+        with torch.no_grad():
+            assert_close(fast(x), model(x))
+        (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert "need the package cuda-bindings" in line
+
+
 def test_outputs_are_copies() -> None:
     model, x = made("branches")
     with torch.no_grad():
@@ -1043,16 +1086,15 @@ def test_torch_compile_calls_it() -> None:
     assert "placewright" in torch._dynamo.list_backends(exclude_tags=())
 
 
-def test_what_torch_compile_cannot_make_one_graph_of_is_several(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_torch_compile_cannot_make_one_graph_of_is_several() -> None:
     class Parts(Branches):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x).relu()
             torch._dynamo.graph_break()
             y = self.head(torch.cat([y] * 7, 1)[:, :32]) + y
             y.add_(1)
-            return y * 2 if y.sum() > 0 else y - 1
+            made: torch.Tensor = y * 2 if y.sum() > 0 else y - 1
+            return made
 
     model, x = Parts().eval(), made("branches")[1]
     found: list[torch.fx.GraphModule] = []
@@ -1073,13 +1115,30 @@ def test_what_torch_compile_cannot_make_one_graph_of_is_several(
         model.load_state_dict(state)
         assert_close(compiled(x), model(x))
     assert len(found) > 2
-    assert not [r for r in caplog.records if "_Closed" in r.getMessage()]
+
+
+def test_a_compiled_module_that_writes_to_its_input_runs_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        return acceleration.on_first_call(graph, Fake(), AccelerateConfig(method="list"))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(InPlace(), backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.zeros(3)
+            assert compiled(x).tolist() == [2.0] * 3
+            assert x.tolist() == [1.0] * 3
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line.startswith("a graph of torch.compile runs as it is: it writes to its input")
 
 
 def test_an_option_that_there_is_not_is_said() -> None:
     model, x = made("branches")
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="placewright", options={"second": 3.0})
+    options: dict[str, Any] = {"second": 3.0}
+    compiled = torch.compile(model, backend="placewright", options=options)
     with torch.no_grad(), pytest.raises(Exception, match="no option 'second'; there are streams"):
         compiled(x)
 

@@ -21,7 +21,6 @@ from placewright.backends.pytorch.streams.net import Net, Node, is_view
 from placewright.backends.pytorch.streams.schedule import Schedule
 from placewright.backends.pytorch.streams.training import split_gradients
 
-
 _version = attrgetter("_version")
 """Counts how often a tensor was written to."""
 
@@ -213,9 +212,7 @@ class _Copy:
     def empty(self, value: torch.Tensor) -> torch.Tensor:
         """For a copy of the strides that it has to have."""
         assert self.stride is not None
-        return torch.empty_strided(
-            value.shape, self.stride, dtype=value.dtype, device=value.device
-        )
+        return torch.empty_strided(value.shape, self.stride, dtype=value.dtype, device=value.device)
 
 
 _MANY = 3
@@ -229,7 +226,7 @@ class _Fixed:
         self._as_they_are = list(made)
         self._inputs = [(n, maker.leaf) for n, maker in enumerate(makers) if maker.leaf is not None]
         self._alone: list[tuple[int, Callable[[], Any]]] = []
-        self._together: list[tuple[list[int], list[Callable[[], Any]], list[torch.Tensor]]] = []
+        self._together: list[tuple[list[int], list[_Copy], list[torch.Tensor]]] = []
         of_type: dict[Any, list[int]] = {}
         for number, (maker, value) in enumerate(zip(makers, made, strict=True)):
             if maker.is_one(value, copies):
@@ -238,12 +235,10 @@ class _Fixed:
                 of_type.setdefault(kind, []).append(number)
         for numbers in of_type.values():
             if len(numbers) < _MANY:
-                self._alone += [
-                    (n, partial(makers[n], made[n], (), True)) for n in numbers
-                ]
+                self._alone += [(n, partial(makers[n], made[n], (), True)) for n in numbers]
             else:
-                empties = [partial(makers[n].empty, made[n]) for n in numbers]
-                self._together.append((numbers, empties, [made[n] for n in numbers]))
+                values = [made[n] for n in numbers]
+                self._together.append((numbers, [makers[n] for n in numbers], values))
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         flat = self._as_they_are.copy()
@@ -251,8 +246,8 @@ class _Fixed:
             flat[number] = leaves[leaf]
         for number, copy in self._alone:
             flat[number] = copy()
-        for numbers, empties, values in self._together:
-            copies = [empty() for empty in empties]
+        for numbers, makers, values in self._together:
+            copies = [maker.empty(value) for maker, value in zip(makers, values, strict=True)]
             torch._foreach_copy_(copies, values)
             for number, made in zip(numbers, copies, strict=True):
                 flat[number] = made
