@@ -811,6 +811,37 @@ def test_plain_ops_on_streams_are_a_candidate() -> None:
         assert_close(slowed(x), model(x))
 
 
+@pytest.mark.parametrize(("factor", "least"), [(1.0, 12), (1e5, 3)])
+def test_what_takes_long_is_repeated_less_often(factor: float, least: int) -> None:
+    rounds: list[int] = []
+
+    class Long(Fake):
+        def ready(
+            self,
+            grouped: Grouped,
+            runs: Sequence[Run],
+            schedule: Schedule,
+            given: Mapping[str, Any],
+        ) -> Any:
+            made = Fake.ready(self, grouped, runs, schedule, given)
+            made.seconds *= factor
+            return made
+
+        def times(self, replays: Sequence[Callable[[], Any]], count: int) -> list[list[float]]:
+            rounds.append(count)
+            return Fake.times(self, replays, count)
+
+    model, x = made("branches")
+    fast = fake(model, Long(), rounds=30, seconds=1000.0 / factor + 5)
+    fast.prepare((x,), {})
+    *trials, once, compared = rounds
+    assert once == 1
+    assert set(trials) == {least, 12}
+    if least < 12:  # nothing is known of the first one at each of the two levels of fusion
+        assert trials.count(12) == 2
+    assert compared == (30 if least == 12 else 3)
+
+
 def test_a_search_leaves_the_random_numbers_as_they_were() -> None:
     class Drops(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

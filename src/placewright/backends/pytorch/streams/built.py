@@ -215,7 +215,7 @@ class _Copy:
         return torch.empty_strided(value.shape, self.stride, dtype=value.dtype, device=value.device)
 
 
-_MANY = 3
+_MANY = 4
 """Copies that are made by one kernel: for fewer the kernels are launched as quickly as that one."""
 
 
