@@ -8,9 +8,9 @@ Stages, in their order:
 - `1:fp16`, `1:tf32`, `8:fp16`, .. : batch size and type. All models compile side by side, each in a
   process of its own, for less than half of the time that is left; then one after another measures,
   alone on the GPU, and searches for its part of what is left, `--search-seconds` at most: every
-  column in turns, medians of `--rounds` calls, each call with its inputs copied and its outputs
-  read as the column does it. A model that is still compiling then is measured last, and without
-  what it did not end to compile.
+  column in turns, medians of `--rounds` calls (of fewer where a call takes long), each call with
+  its inputs copied and its outputs read as the column does it. A model that is still compiling
+  then is measured last, and without what it did not end to compile.
 - `replays`: each accelerated model 10,000 times, while the rest of the memory is taken, filled with
   NaN and given back; every output is compared. Into `replays.csv`.
 - `train`: forward and backward pass, as `accelerate_step` compares them. Into `training.csv`.
@@ -102,7 +102,7 @@ class TooLongError(BaseException):
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
     """Ends what runs within when it takes longer."""
-    if threading.current_thread() is not threading.main_thread():
+    if seconds == math.inf or threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can be interrupted
         return
 
@@ -231,15 +231,18 @@ class Worker:
             wanted = self.reference(cell)
             for column, call in self.compiled.get(cell, {}).items():
                 calls[column] = lambda call=call: call(*inputs)  # type: ignore[misc]
+            # More than it should take; but one model shall not take the time of all others.
             try:
-                calls |= self.captured(cell, details, search)
-            except Exception as fault:
+                with limited(seconds):
+                    calls |= self.captured(cell, details, search)
+            except (Exception, TooLongError) as fault:
                 faults["one stream"] = _line(fault)
             try:
-                calls |= self.ours(cell, details, search)
-            except Exception as fault:
+                with limited(2 * seconds):
+                    calls |= self.ours(cell, details, search)
+            except (Exception, TooLongError) as fault:
                 faults["ours"] = _line(fault)
-            times, errors = self.times(calls, wanted, faults)
+            times, errors = self.times(calls, wanted, faults, _TIMED * seconds)
         rows = [
             self.row(cell, column, times[column], errors[column], details.get(column, {}))
             for column in times
@@ -307,7 +310,11 @@ class Worker:
         return made
 
     def times(
-        self, calls: dict[str, Callable[[], Any]], wanted: Any, faults: dict[str, str]
+        self,
+        calls: dict[str, Callable[[], Any]],
+        wanted: Any,
+        faults: dict[str, str],
+        seconds: float,
     ) -> tuple[dict[str, list[float]], dict[str, float | None]]:
         torch = self.torch
         from placewright.backends.pytorch.streams.tuning import distance
@@ -323,7 +330,11 @@ class Worker:
                 working[column] = call
             except Exception as fault:
                 faults[column] = _line(fault)
-        found = self.device.times(list(working.values()), self.settings.rounds)
+        rounds, replays = self.settings.rounds, list(working.values())
+        once = sum(took for (took,) in self.device.times(replays, 1))
+        if rounds * once > seconds:
+            rounds = min(rounds, max(_LEAST_ROUNDS, int(seconds / once)))
+        found = self.device.times(replays, rounds)
         return dict(zip(working, found, strict=True)), errors
 
     def autotune(self, cell: Cell) -> list[Row]:
@@ -442,6 +453,9 @@ _BUILT = ("reduce-overhead", "freezing", "ours", "compile")
 _SEARCHED = 0.5
 """Share of the time of a model in which it is searched for; the rest compares."""
 _LEAST_SEARCH = 4.0
+_TIMED = 0.3
+"""Share of its time in which its columns are timed, with fewer rounds where calls take long."""
+_LEAST_ROUNDS = 5
 _KEPT = 50
 """Replays for which memory is taken before it is given back."""
 _LEFT_BYTES = 4 << 30
@@ -565,7 +579,7 @@ class Stages:
             # What one does not need the others have.
             seconds = self.left() / (len(built) + len(late) - number)
             tell(one, "measure", cell, seconds, _LATE if number >= len(built) else "")
-            self.receive(one, self.left() + _GRACE, cell, self.path)
+            self.receive(one, min(self.left(), 3 * seconds) + _GRACE, cell, self.path)
         for one in running:
             one.pipe.close()
         for one in running:
@@ -587,7 +601,7 @@ class Stages:
     def wait(
         self, running: Sequence[Process], until: float, cell: Cell
     ) -> tuple[list[Process], list[Process]]:
-        """Those that are ready to measure; and those that are not, which are ended."""
+        """Those that are ready to measure, the quickest first; and the others, which are ended."""
         waiting, built = list(running), []
         while waiting and (left := until - time.time()) > 0:
             for pipe in wait([one.pipe for one in waiting], left):
@@ -598,7 +612,7 @@ class Stages:
         for one in waiting:
             self.note(self.path, cell, one.model, _LATE)
             one.process.kill()
-        return [one for one in running if one in built], waiting
+        return built, waiting
 
     def receive(self, one: Process, seconds: float, cell: Cell, path: Path, *key: str) -> bool:
         """Writes what a process says; whether it is there for more."""
