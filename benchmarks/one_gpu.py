@@ -6,9 +6,11 @@ measures what is not there yet, the most telling first, and ends in time; called
 Stages, in their order:
 
 - `1:fp16`, `1:tf32`, `8:fp16`, .. : batch size and type. All models compile side by side, each in a
-  process of its own, for at most half of the time that is left; then one after another measures,
-  alone on the GPU: every column in turns, medians of `--rounds` calls, each call with its inputs
-  copied and its outputs read as the column does it.
+  process of its own, for less than half of the time that is left; then one after another measures,
+  alone on the GPU, and searches for its part of what is left, `--search-seconds` at most: every
+  column in turns, medians of `--rounds` calls (of fewer where a call takes long), each call with
+  its inputs copied and its outputs read as the column does it. A model that is still compiling
+  then is measured last, and without what it did not end to compile.
 - `replays`: each accelerated model 10,000 times, while the rest of the memory is taken, filled with
   NaN and given back; every output is compared. Into `replays.csv`.
 - `train`: forward and backward pass, as `accelerate_step` compares them. Into `training.csv`.
@@ -34,6 +36,7 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -99,7 +102,7 @@ class TooLongError(BaseException):
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
     """Ends what runs within when it takes longer."""
-    if threading.current_thread() is not threading.main_thread():
+    if seconds == math.inf or threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can be interrupted
         return
 
@@ -158,19 +161,27 @@ class Worker:
         return self.ready[cell]
 
     def build(self, cell: Cell, until: float) -> list[Row]:
-        """Compiles all variants, as long as there is time; then what our own search compiles."""
-        columns = [c for c in COMPILED if c in self.settings.columns and c != AUTOTUNED]
+        """Compiles what is compared, as long as there is time: what is missed most first."""
+        columns = [column for column in _BUILT if column in self.settings.columns]
         for number, column in enumerate(columns):
             # At most twice its share, so that one that does not end leaves time for the others.
             left = until - time.time()
-            self.compile(cell, column, min(left, 2 * left / (len(columns) - number + 1)))
-        if "ours" in self.settings.columns and until - time.time() > 5:
-            try:  # compiles the regions; the times of this one do not count
-                with limited(until - time.time()):
-                    self.accelerate(cell, "list", until - time.time(), {})
-            except (Exception, TooLongError) as fault:
-                self.faults[cell, "ours, first"] = _line(fault)
+            seconds = min(left, 2 * left / (len(columns) - number + 1))
+            if column == "ours":
+                self.compile_ours(cell, seconds)
+            else:
+                self.compile(cell, column, seconds)
         return []
+
+    def compile_ours(self, cell: Cell, seconds: float) -> None:
+        """The regions that our own search compiles; the times of this one do not count."""
+        if seconds < 5:
+            return
+        try:
+            with limited(seconds):
+                self.accelerate(cell, "list", seconds, {})
+        except (Exception, TooLongError) as fault:
+            self.faults[cell, "ours, first"] = _line(fault)
 
     def compile(self, cell: Cell, column: str, seconds: float) -> None:
         """One variant, unless that takes longer."""
@@ -203,8 +214,8 @@ class Worker:
             fast.prepare(inputs, {})
         return fast
 
-    def measure(self, cell: Cell) -> list[Row]:
-        """All columns in turns."""
+    def measure(self, cell: Cell, seconds: float = math.inf, missing: str = "") -> list[Row]:
+        """All columns in turns, in about so many seconds; `missing` is why nothing is compiled."""
         from placewright.backends.pytorch.streams.device import forget_memory
 
         torch = self.torch
@@ -213,19 +224,25 @@ class Worker:
         calls: dict[str, Callable[[], Any]] = {"eager": lambda: model(*inputs)}
         details: dict[str, dict[str, Any]] = {}
         faults = {column: text for (at, column), text in self.faults.items() if at == cell}
+        if missing:
+            faults |= {c: missing for c in _BUILT if c in COMPILED and c in self.settings.columns}
+        search = min(self.settings.search_seconds, max(_LEAST_SEARCH, _SEARCHED * seconds))
         with torch.no_grad():
             wanted = self.reference(cell)
             for column, call in self.compiled.get(cell, {}).items():
                 calls[column] = lambda call=call: call(*inputs)  # type: ignore[misc]
+            # More than it should take; but one model shall not take the time of all others.
             try:
-                calls |= self.captured(cell, details)
-            except Exception as fault:
+                with limited(seconds):
+                    calls |= self.captured(cell, details, search)
+            except (Exception, TooLongError) as fault:
                 faults["one stream"] = _line(fault)
             try:
-                calls |= self.ours(cell, details)
-            except Exception as fault:
+                with limited(2 * seconds):
+                    calls |= self.ours(cell, details, search)
+            except (Exception, TooLongError) as fault:
                 faults["ours"] = _line(fault)
-            times, errors = self.times(calls, wanted, faults)
+            times, errors = self.times(calls, wanted, faults, _TIMED * seconds)
         rows = [
             self.row(cell, column, times[column], errors[column], details.get(column, {}))
             for column in times
@@ -248,23 +265,28 @@ class Worker:
         finally:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def captured(self, cell: Cell, details: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def captured(
+        self, cell: Cell, details: dict[str, dict[str, Any]], seconds: float
+    ) -> dict[str, Any]:
         """One stream, and plain list scheduling: the module's own ops."""
         from placewright.acceleration import AccelerateConfig, plain_schedules
 
         model, inputs = self.model_of(cell)
-        built, times = plain_schedules(model, inputs, AccelerateConfig(), self.device)
+        config = AccelerateConfig(seconds=seconds)
+        built, times = plain_schedules(model, inputs, config, self.device)
         details["list"] = {"replay_ms": {k: round(v * 1e3, 4) for k, v in times.items()}}
         return {name: lambda b=b: b(inputs) for name, b in built.items()}
 
-    def ours(self, cell: Cell, details: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def ours(
+        self, cell: Cell, details: dict[str, dict[str, Any]], seconds: float
+    ) -> dict[str, Any]:
         from placewright.acceleration import ONE, STREAMS
 
         if "ours" not in self.settings.columns:
             return {}
         _, inputs = self.model_of(cell)
         candidates = self.compiled.get(cell, {})
-        fast = self.accelerate(cell, self.settings.method, self.settings.search_seconds, candidates)
+        fast = self.accelerate(cell, self.settings.method, seconds, candidates)
         made: dict[str, Any] = {"ours": lambda: fast(*inputs)}
         if not fast.plans:
             details["ours"] = {"verdict": fast.verdict}
@@ -288,7 +310,11 @@ class Worker:
         return made
 
     def times(
-        self, calls: dict[str, Callable[[], Any]], wanted: Any, faults: dict[str, str]
+        self,
+        calls: dict[str, Callable[[], Any]],
+        wanted: Any,
+        faults: dict[str, str],
+        seconds: float,
     ) -> tuple[dict[str, list[float]], dict[str, float | None]]:
         torch = self.torch
         from placewright.backends.pytorch.streams.tuning import distance
@@ -304,7 +330,11 @@ class Worker:
                 working[column] = call
             except Exception as fault:
                 faults[column] = _line(fault)
-        found = self.device.times(list(working.values()), self.settings.rounds)
+        rounds, replays = self.settings.rounds, list(working.values())
+        once = sum(took for (took,) in self.device.times(replays, 1))
+        if rounds * once > seconds:
+            rounds = min(rounds, max(_LEAST_ROUNDS, int(seconds / once)))
+        found = self.device.times(replays, rounds)
         return dict(zip(working, found, strict=True)), errors
 
     def autotune(self, cell: Cell) -> list[Row]:
@@ -418,6 +448,14 @@ def _line(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {text[:300]}"
 
 
+_BUILT = ("reduce-overhead", "freezing", "ours", "compile")
+"""In which order variants are compiled; `ours` are the regions of our own search."""
+_SEARCHED = 0.5
+"""Share of the time of a model in which it is searched for; the rest compares."""
+_LEAST_SEARCH = 4.0
+_TIMED = 0.3
+"""Share of its time in which its columns are timed, with fewer rounds where calls take long."""
+_LEAST_ROUNDS = 5
 _KEPT = 50
 """Replays for which memory is taken before it is given back."""
 _LEFT_BYTES = 4 << 30
@@ -490,6 +528,12 @@ class Stages:
     def run(self, stage: str, models: Sequence[str]) -> None:
         """One stage, of the models that it lacks."""
         models = [model for model in models if not self.has(stage, model)]
+        if stage not in (
+            "replays",
+            "train",
+            AUTOTUNED,
+        ):  # there each is done before the next begins
+            models = models[: max(0, int((self.left() - _LEAST) / _PART))]
         if not models or self.left() < _LEAST:
             return
         print(f"{stage}: {len(models)} models", flush=True)
@@ -523,14 +567,19 @@ class Stages:
         running = [self.start(model, self.settings) for model in models]
         for one in running:
             tell(one, "build", cell, until)
-        built = self.wait(running, until + _GRACE, cell)
+        built, late = self.wait(running, until + _COMPILING_GRACE, cell)
         print(f"{cell}: {len(built)} compiled after {time.time() - began:.0f} s", flush=True)
-        for one in built:
-            if self.left() < _LEAST:
+        for number, one in enumerate([*built, *late]):
+            if self.left() < _EACH:
                 print(f"{one.model}: no time left", flush=True)
                 continue
-            tell(one, "measure", cell)
-            self.receive(one, self.left() + _GRACE, cell, self.path)
+            if number >= len(built):  # its process was ended
+                one = self.start(one.model, self.settings)
+                running.append(one)
+            # What one does not need the others have.
+            seconds = self.left() / (len(built) + len(late) - number)
+            tell(one, "measure", cell, seconds, _LATE if number >= len(built) else "")
+            self.receive(one, min(self.left(), 3 * seconds) + _GRACE, cell, self.path)
         for one in running:
             one.pipe.close()
         for one in running:
@@ -549,8 +598,10 @@ class Stages:
             self.receive(one, most + _GRACE, cell, path, *key)
             stop(one)
 
-    def wait(self, running: Sequence[Process], until: float, cell: Cell) -> list[Process]:
-        """Those that are ready to measure; the others are ended."""
+    def wait(
+        self, running: Sequence[Process], until: float, cell: Cell
+    ) -> tuple[list[Process], list[Process]]:
+        """Those that are ready to measure, the quickest first; and the others, which are ended."""
         waiting, built = list(running), []
         while waiting and (left := until - time.time()) > 0:
             for pipe in wait([one.pipe for one in waiting], left):
@@ -559,9 +610,9 @@ class Stages:
                 if self.receive(one, 1.0, cell, self.path):
                     built.append(one)
         for one in waiting:
-            self.note(self.path, cell, one.model, "did not end compiling in its time")
+            self.note(self.path, cell, one.model, _LATE)
             one.process.kill()
-        return [one for one in running if one in built]
+        return built, waiting
 
     def receive(self, one: Process, seconds: float, cell: Cell, path: Path, *key: str) -> bool:
         """Writes what a process says; whether it is there for more."""
@@ -596,12 +647,19 @@ class Stages:
             merge_csv(path, [row], "model", "batch", "dtype", "column")
 
 
-_COMPILING = 0.45
+_COMPILING = 0.42
 """Share of the time that is left in which variants are compiled."""
+_COMPILING_GRACE = 8.0
+"""Seconds for what is compiled then to be given up; the models that are ready wait meanwhile."""
+_LATE = "did not end compiling in its time"
 _GRACE = 25.0
 """Seconds for what was begun to come to an end."""
 _LEAST = 40.0
-"""Seconds without which nothing is begun."""
+"""Seconds without which no stage is begun."""
+_PART = 20.0
+"""Seconds that a model of a cell needs besides: with less time for all, the first ones are run."""
+_EACH = 8.0
+"""Seconds without which no model is measured."""
 
 
 # --- what came of it -----------------------------------------------------------------------------
@@ -707,7 +765,8 @@ def main() -> None:
     for stage in stages:
         if stage not in ("replays", "train", AUTOTUNED):
             Cell.of(stage)
-    each = max(2, (os.cpu_count() or 2) // len(models))
+    # More than there are cores: most are done long before the largest model.
+    each = max(2, min(8, 4 * (os.cpu_count() or 2) // len(models)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(each))
     settings = Settings(
         tuple(given.columns.split(",")), given.rounds, given.search_seconds, given.method,

@@ -114,6 +114,8 @@ class Pretend:
 
     done: list[tuple[str, str]] = []  # noqa: RUF012
     """What was asked of which model, by all of them."""
+    given: list[tuple[str, float, str]] = []  # noqa: RUF012
+    """With how many seconds to measure in, and why without what is compiled."""
     hangs = threading.Event()
 
     def __init__(self, name: str, settings: one_gpu.Settings) -> None:
@@ -124,10 +126,14 @@ class Pretend:
     def build(self, cell: one_gpu.Cell, until: float) -> list[Any]:
         assert until < time.time() + 1000
         self.done.append(("build", self.name))
+        if self.name == "compiles" and not self.hangs.is_set():
+            self.hangs.wait(20)
+            raise RuntimeError("was ended")
         return []
 
-    def measure(self, cell: one_gpu.Cell) -> list[Any]:
+    def measure(self, cell: one_gpu.Cell, seconds: float, missing: str) -> list[Any]:
         self.done.append(("measure", self.name))
+        self.given.append((self.name, seconds, missing))
         if self.name == "slow":
             self.hangs.wait(20)
         return [self.row(cell, "eager", "2.0"), self.row(cell, "ours", "1.0")]
@@ -161,9 +167,13 @@ def start(name: str, settings: one_gpu.Settings) -> one_gpu.Process:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    monkeypatch.setattr(one_gpu, "_GRACE", 0.3)
-    monkeypatch.setattr(one_gpu, "_LEAST", 0.0)
+    for name in ("_GRACE", "_COMPILING_GRACE"):
+        monkeypatch.setattr(one_gpu, name, 0.3)
+    for name in ("_LEAST", "_EACH"):
+        monkeypatch.setattr(one_gpu, name, 0.0)
+    monkeypatch.setattr(one_gpu, "_PART", 1e-3)
     Pretend.done.clear()
+    Pretend.given.clear()
     Pretend.hangs.clear()
     yield Pretend.done
     Pretend.hangs.set()
@@ -181,7 +191,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, asked: list[tuple[s
         stages(tmp_path).run(stage, ["one", "two"])
     # No model measures while another compiles, and what is not compiled together is alone.
     assert sorted(asked[:2]) == [("build", "one"), ("build", "two")]
-    assert asked[2:4] == [("measure", "one"), ("measure", "two")]
+    assert sorted(asked[2:4]) == [("measure", "one"), ("measure", "two")]
     assert asked[8:] == [
         ("replays", "one"), ("replays", "two"), ("autotune", "one"), ("autotune", "two")
     ]  # fmt: skip
@@ -222,6 +232,98 @@ def test_stages_end_in_time(
     count = len(asked)
     stages(tmp_path, seconds=30.0).run("1:fp16", ["one"])
     assert len(asked) == count
+
+
+def test_a_model_that_compiles_for_too_long_is_measured_last_without_it(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_gpu, "_COMPILING", 1e-3)
+    stages(tmp_path, seconds=400.0).run("8:fp16", ["compiles", "one", "two"])
+    assert sorted(what[0] for what in Pretend.given[:2]) == ["one", "two"]
+    assert Pretend.given[2][0] == "compiles"
+    assert [bool(missing) for _, _, missing in Pretend.given] == [False, False, True]
+    # Each has its part of the time that is left.
+    parts = [seconds for _, seconds, _ in Pretend.given]
+    assert parts[0] < 134
+    assert parts == sorted(parts)
+    assert 250 < parts[2] < 400
+    rows = read_csv(tmp_path / "one_gpu.csv")
+    assert {(row["model"], row["column"]) for row in rows} == {
+        (model, column) for model in ("one", "two", "compiles") for column in ("eager", "ours")
+    }
+
+
+def test_with_little_time_a_cell_begins_with_the_first_models(
+    tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_gpu, "_PART", 100.0)
+    stages(tmp_path, seconds=250.0).run("8:fp16", ["one", "two", "three"])
+    assert {name for _, name in asked} == {"one", "two"}
+    stages(tmp_path, seconds=90.0).run("8:fp16", ["three"])
+    stages(tmp_path, seconds=90.0).run("replays", ["three"])
+    assert asked[4:] == [("replays", "three")]
+
+
+def test_what_is_missed_most_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tiny", Example(Tiny, lambda b: (torch.randn(b, 3, 8, 8),)))
+    settings = one_gpu.Settings(
+        ("compile", "freezing", "reduce-overhead", "ours"), 2, 6.0, "list", device="cpu"
+    )
+    worker = one_gpu.Worker("tiny", settings)
+    tried: list[tuple[str, float]] = []
+    monkeypatch.setattr(worker, "compile", lambda cell, what, s: tried.append((what, s)))
+    monkeypatch.setattr(worker, "compile_ours", lambda cell, s: tried.append(("ours", s)))
+    worker.build(one_gpu.Cell(1, "tf32"), time.time() + 100)
+    assert [what for what, _ in tried] == ["reduce-overhead", "freezing", "ours", "compile"]
+    shares = [seconds for _, seconds in tried]
+    assert 35 < shares[0] <= 40
+    assert 90 < shares[-1] <= 100
+
+
+def test_a_model_is_measured_in_its_time_and_without_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, "tiny", Example(Tiny, lambda b: (torch.randn(b, 3, 8, 8),)))
+    settings = one_gpu.Settings(
+        ("freezing", "ours"), 2, 20.0, "list", device="cpu", fusion="folded"
+    )
+    worker, cell = one_gpu.Worker("tiny", settings), one_gpu.Cell(1, "tf32")
+    given: list[float] = []
+    accelerate = worker.accelerate
+
+    def seen(cell: one_gpu.Cell, method: str, seconds: float, candidates: Any) -> Any:
+        given.append(seconds)
+        return accelerate(cell, method, seconds, candidates)
+
+    monkeypatch.setattr(worker, "accelerate", seen)
+    rows = {row["column"]: row for row in worker.measure(cell, 12.0, "took too long")}
+    assert given == [6.0]
+    assert json.loads(rows.pop("freezing")["detail"]) == {"fault": "took too long"}
+    assert set(rows) == {"eager", "one stream", "list", "ours"}
+    assert all(float(row["ms"]) > 0 for row in rows.values())
+
+
+def test_a_column_that_takes_too_long_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tiny", Example(Tiny, lambda b: (torch.randn(b, 3, 8, 8),)))
+    settings = one_gpu.Settings(("ours",), 1000, 20.0, "list", device="cpu", fusion="none")
+    worker, cell = one_gpu.Worker("tiny", settings), one_gpu.Cell(1, "tf32")
+    monkeypatch.setattr(worker, "ours", lambda *given: time.sleep(60))
+    rounds: list[int] = []
+    times = worker.device.times
+
+    def slow(replays: Sequence[Any], count: int) -> list[list[float]]:
+        rounds.append(count)
+        return [[0.02] * count for _ in times(replays, 1)]
+
+    model, inputs = worker.model_of(cell)
+    monkeypatch.setattr(worker, "captured", lambda *given: {"list": lambda: model(*inputs)})
+    monkeypatch.setattr(worker.device, "times", slow)
+    rows = {row["column"]: row for row in worker.measure(cell, 1.0)}
+    assert "TooLongError" in rows.pop("ours")["detail"]
+    assert {column: row["ms"] for column, row in rows.items()} == dict.fromkeys(
+        ("eager", "list"), "20.0000"
+    )
+    assert rounds == [1, 7]  # in the 0.3 s that there are for it
 
 
 def test_what_takes_too_long_is_ended() -> None:

@@ -204,6 +204,59 @@ def test_graphs_share_no_workspace_with_what_is_captured_later() -> None:
         assert all(bool((one == 1).all()) for one in ones)
 
 
+def test_graphs_of_others_keep_their_workspaces() -> None:
+    """Captured before, on a stream that had a workspace: whose memory nobody else may get."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 8192, device="cuda").half(), torch.randn(8192, 512, device="cuda").half()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        a @ b
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        made = [a @ b for _ in range(8)]
+    graph.replay()
+    wanted = [value.clone() for value in made]
+    fast = fast_of(*mixed())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    ones = [torch.ones(1 << 20, device="cuda") for _ in range(256)]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert fast.plans
+    assert all(torch.equal(x, y) for x, y in zip(made, wanted, strict=True))
+    assert all(bool((one == 1).all()) for one in ones)
+
+
+def test_what_is_dropped_gives_its_memory_and_its_streams_back() -> None:
+    model, x = mixed()
+    kept = fast_of(model, x)
+    used, seen = [], set()
+    for _ in range(4):
+        fast = fast_of(model, x)
+        seen.add(id(fast.entries[0].built.ready.lease.own))  # type: ignore[union-attr]
+        del fast
+        gc.collect()
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_allocated())
+    assert len(seen) == 1
+    assert id(kept.entries[0].built.ready.lease.own) not in seen  # type: ignore[union-attr]
+    assert used[-1] - used[1] < 1 << 20
+
+
+def test_parameters_that_are_written_to_are_followed() -> None:
+    model, x = mixed()
+    fast = fast_of(model, x)
+    with torch.no_grad():
+        before = fast(x)
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        assert distance([fast(x)], [model(x)]) < 2e-2
+        assert distance([fast(x)], [before]) > 2e-2
+
+
 def test_a_plan_is_applied_again(tmp_path: Path) -> None:
     model, x = mixed()
     fast = fast_of(model, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from placewright.acceleration.config import AccelerateConfig
 from placewright.acceleration.modules import accelerated
 from placewright.backends.pytorch.streams.accelerated import Accelerated
 from placewright.backends.pytorch.streams.device import Device, Gpu, Turns
+from placewright.errors import SearchError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ def compile_backend(
     `AccelerateConfig`, given as `options`."""
     settings = dict(settings.pop("options", None) or {}) | settings
     settings.pop("mode", None)
+    names = [entry.name for entry in fields(AccelerateConfig)]
+    strange = next((name for name in settings if name not in names), None)
+    if strange is not None:
+        raise SearchError(
+            f"backend placewright has no option {strange!r}; there are {', '.join(names)}"
+        )
     config = AccelerateConfig(**settings)
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     reason = ""
@@ -90,7 +98,10 @@ def on_first_call(
         # each: what was found for the first is applied to the others.
         known = made[0][1].plans if made else ()
         closed = _Closed(graph, args)
-        fast = accelerated(closed, device, config, known=known, strict=False, turns=turns)
+        fast = accelerated(
+            closed, device, config, known=known, strict=False, turns=turns,
+            name="a graph of torch.compile",
+        )  # fmt: skip
         made.append((closed, fast))
         return made[-1]
 

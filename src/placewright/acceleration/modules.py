@@ -72,9 +72,11 @@ def accelerated(
     known: Sequence[StreamPlan] = (),
     strict: bool = True,
     turns: Turns | None = None,
+    name: str = "",
 ) -> Accelerated:
     """The callable, before it has seen inputs. `strict`: a known plan for these inputs that does
-    not fit is an error, and no reason to search. `turns` are those of others on this device."""
+    not fit is an error, and no reason to search. `turns` are those of others on this device.
+    `name` is what it is called where the name of its class says nothing."""
 
     def make(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Entry:
         task = SearchTask(
@@ -84,8 +86,8 @@ def accelerated(
         return task.run(known, strict=strict)
 
     return Accelerated(
-        model, make, device=name_of(device), most_shapes=config.most_shapes, turns=turns,
-        reporter=write_streams_report,
+        model, make, name=name, device=name_of(device), most_shapes=config.most_shapes,
+        turns=turns, reporter=write_streams_report,
     )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ _GAIN = 0.01
 """A plan with more to it has to be faster by this share than a simpler one."""
 _SEARCHED = 0.4
 """Share of the time that a method has for improving on list scheduling."""
+_LEAST_ROUNDS = 3
 
 
 @dataclass(kw_only=True)
@@ -299,7 +300,12 @@ class SearchTask:
                     continue
                 working[name] = call
             del wanted
-            found = self.device.times(list(working.values()), self.config.rounds)
+            replays = list(working.values())
+            once = sum(seconds for (seconds,) in self.device.times(replays, 1))
+            # Where a call takes long, fewer are as sure, and the search has to end.
+            most = int(self.left() / once) if once else self.config.rounds
+            rounds = min(self.config.rounds, max(_LEAST_ROUNDS, most))
+            found = self.device.times(replays, rounds)
         return {name: statistics.median(s) for name, s in zip(working, found, strict=True)}
 
     def _is_as_exact(self, call: Callable[[], Any], wanted: Sequence[Any]) -> bool:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 _CHAIN = 0.97
 """Where the longest way takes this share of all the work, streams cannot help."""
 _TRIAL_ROUNDS = 12
+_TRIAL_SECONDS = 0.5
+"""Of replays, in a trial: a long one is repeated less often, three times at least."""
 _PATIENCE = 150
 """Trials without a gain after which a method is stopped."""
 
@@ -77,12 +79,14 @@ def schedules(work: Work, streams: int) -> list[Schedule]:
 
 def trial(option: Option, device: Device, schedule: Schedule) -> float:
     """Median seconds of a replay; infinite where it cannot be captured."""
+    known = option.seconds if math.isfinite(option.seconds) else option.work.total_seconds
+    rounds = min(_TRIAL_ROUNDS, max(3, int(_TRIAL_SECONDS / known))) if known else _TRIAL_ROUNDS
     try:
         with device.settings():
             ready = device.ready(
                 option.lowered.grouped, option.tuned.runs, schedule, option.lowered.given
             )
-            return statistics.median(device.times([ready.replay], _TRIAL_ROUNDS)[0])
+            return statistics.median(device.times([ready.replay], rounds)[0])
     except (RuntimeError, OverLimitError) as fault:  # memory, or what a library cannot capture
         option.fault = first_line(fault)
         logger.info("a trial did not run: %s", option.fault)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import json
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +29,7 @@ from placewright.acceleration import AccelerateConfig, accelerated
 from placewright.backends.pytorch.exporting import Inputs, Task
 from placewright.backends.pytorch.lanes import OverLimitError
 from placewright.backends.pytorch.outputs import OutputTree
-from placewright.backends.pytorch.streams import kernels, passes, schedule
+from placewright.backends.pytorch.streams import kernels, own, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
@@ -225,17 +228,117 @@ def group_of(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return only
 
 
-def test_folding_follows_the_parameters_on_request() -> None:
+@pytest.mark.parametrize("fusion", Fusion)
+def test_parameters_are_followed_where_they_are_written_to(fusion: Fusion) -> None:
     model, x = made("branches")
-    low = lowered(model, x, fusion=Fusion.FOLDED)
+    low = lowered(model, x, fusion=fusion)
+    assert bool(low.sources) == (fusion is not Fusion.NONE)
     tuned = untuned(low.grouped)
     work = Work(seconds=tuned.seconds, before=low.grouped.before)
     built = build(low, Cpu(), tuned.runs, schedule.one_stream(work))
+    state = {name: value * 1.1 for name, value in model.state_dict().items()}
     with torch.no_grad():
+        for change in (
+            lambda: [parameter.mul_(1.1) for parameter in model.parameters()],
+            lambda: model.get_buffer("stem.1.running_mean").add_(1),
+            lambda: model.load_state_dict(state),
+        ):
+            assert_close(built([x]), model(x))
+            change()
+        assert low.is_current() == (fusion is Fusion.NONE)
+        assert_close(built([x]), model(x))
+        assert low.is_current()
         for parameter in model.parameters():
-            parameter.mul_(1.1)
+            parameter.data.mul_(0.9)  # of this torch does not keep count
         low.refresh()
         assert_close(built([x]), model(x))
+
+
+def test_parameters_made_in_inference_mode_can_be_folded() -> None:
+    with torch.inference_mode():
+        model = made("branches")[0].requires_grad_(False)
+    low = lowered(model, made("branches")[1], fusion=Fusion.FOLDED)
+    assert low.folded
+    assert low.is_current()
+
+
+class Kept(Cpu):
+    """What groups make is in the same memory after each run, as that of a captured graph."""
+
+    def ready(
+        self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
+    ) -> Any:
+        run = Cpu.ready(self, grouped, runs, schedule, given)
+        run.replay()
+        return _Kept(run, {name: value.clone() for name, value in run.values.items()})
+
+
+@dataclass
+class _Kept:
+    inner: Any
+    values: Mapping[str, Any]
+    place: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def replay(self) -> None:
+        self.inner.replay()
+        for name, value in self.inner.values.items():
+            self.values[name].copy_(value)
+
+
+class Many(nn.Module):
+    """Outputs of all kinds, and an input that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, unread: torch.Tensor, other: torch.Tensor
+    ) -> Any:
+        y = x.sin() * other
+        views = {"t": y.t(), "row": y[0], "every": y[:, ::2]}
+        return [y, views, ids, (x.cos(), x.exp(), 3), ids + 1, None, self.table, y.double()]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_outputs_in_memory_that_stays_are_handed_out_as_others_are(copies: bool) -> None:
+    def inputs() -> list[torch.Tensor]:
+        ids = torch.randint(0, 9, (3,))
+        return [torch.randn(3, 4), ids, torch.randn(2), torch.randn(3, 4)]
+
+    model, first = Many(), inputs()
+    low = lower(trace(model, first, {}), first, {}, Fusion.NONE)
+    tuned = untuned(low.grouped)
+    work = Work(seconds=tuned.seconds, before=low.grouped.before)
+    runs = tuned.runs, schedule.one_stream(work)
+    built, plain = (build(low, device, *runs, copies=copies) for device in (Kept(), Cpu()))
+    # Those of a type are copied at once, and not what nobody reads.
+    assert [numbers for numbers, _ in built._inputs] == [[0, 3], [1]]
+    seen: list[Any] = []
+    for _ in range(3):
+        now = inputs()
+        with torch.no_grad():
+            got, wanted = built(now), model(*now)
+            torch.utils._pytree.tree_map(assert_equal, got, wanted)
+            torch.utils._pytree.tree_map(assert_equal, plain(now), wanted)
+        assert got[2] is now[1]
+        seen.append((got, wanted))
+    for got, wanted in seen[:-1] if copies else ():
+        torch.utils._pytree.tree_map(assert_equal, got, wanted)
+    (a, *_), (b, *_) = (got for got, _ in seen[1:])
+    assert (a.data_ptr() == b.data_ptr()) == (not copies)
+    assert got[6].data_ptr() != model.table.data_ptr()
+
+
+def assert_equal(value: Any, wanted: Any) -> None:
+    assert type(value) is type(wanted) or isinstance(wanted, torch.Tensor)
+    if isinstance(wanted, torch.Tensor):
+        assert torch.equal(value, wanted)
+        assert value.dtype == wanted.dtype
+        assert value.stride() == torch.empty_like(wanted).stride()
+        assert not value.requires_grad
+    else:
+        assert value == wanted
 
 
 def test_a_group_that_gives_back_its_input_gets_memory_of_its_own() -> None:
@@ -708,6 +811,37 @@ def test_plain_ops_on_streams_are_a_candidate() -> None:
         assert_close(slowed(x), model(x))
 
 
+@pytest.mark.parametrize(("factor", "least"), [(1.0, 12), (1e5, 3)])
+def test_what_takes_long_is_repeated_less_often(factor: float, least: int) -> None:
+    rounds: list[int] = []
+
+    class Long(Fake):
+        def ready(
+            self,
+            grouped: Grouped,
+            runs: Sequence[Run],
+            schedule: Schedule,
+            given: Mapping[str, Any],
+        ) -> Any:
+            made = Fake.ready(self, grouped, runs, schedule, given)
+            made.seconds *= factor
+            return made
+
+        def times(self, replays: Sequence[Callable[[], Any]], count: int) -> list[list[float]]:
+            rounds.append(count)
+            return Fake.times(self, replays, count)
+
+    model, x = made("branches")
+    fast = fake(model, Long(), rounds=30, seconds=1000.0 / factor + 5)
+    fast.prepare((x,), {})
+    *trials, once, compared = rounds
+    assert once == 1
+    assert set(trials) == {least, 12}
+    if least < 12:  # nothing is known of the first one at each of the two levels of fusion
+        assert trials.count(12) == 2
+    assert compared == (30 if least == 12 else 3)
+
+
 def test_a_search_leaves_the_random_numbers_as_they_were() -> None:
     class Drops(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -830,6 +964,46 @@ def test_calls_on_another_stream_come_after_the_last(monkeypatch: pytest.MonkeyP
     assert asked == [1] * 4
 
 
+def test_streams_are_those_of_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Streams:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+    monkeypatch.setattr(own, "OwnStreams", Streams)
+    monkeypatch.setattr(own, "_idle", {})
+    first, second, other = own.Lease(0), own.Lease(0), own.Lease(1)
+    assert first.own is not second.own
+    assert other.own.index == 1
+    known = {id(first.own), id(second.own)}
+    holder = [first]  # as a graph that is there for longer than who captured it
+    del first
+    third = own.Lease(0)
+    assert id(third.own) not in known
+    free = holder.pop().own
+    gc.collect()
+    assert own.Lease(0).own is free
+
+
+def test_streams_that_there_are_none_of_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(Fake):
+        @contextlib.contextmanager
+        def settings(self) -> Iterator[None]:
+            own.new_stream(0)
+            yield
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    model, x = made("branches")
+    for fusion in (Fusion.NONE, Fusion.FOLDED):
+        caplog.clear()
+        fast = fake(model, Bare(), fusion=fusion)
+        with torch.no_grad():
+            assert_close(fast(x), model(x))
+        (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert "need the package cuda-bindings" in line
+
+
 def test_outputs_are_copies() -> None:
     model, x = made("branches")
     with torch.no_grad():
@@ -941,6 +1115,63 @@ def test_torch_compile_calls_it() -> None:
             assert_close(compiled(x), model(x))
     assert len(found) == 1
     assert "placewright" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_what_torch_compile_cannot_make_one_graph_of_is_several() -> None:
+    class Parts(Branches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x).relu()
+            torch._dynamo.graph_break()
+            y = self.head(torch.cat([y] * 7, 1)[:, :32]) + y
+            y.add_(1)
+            made: torch.Tensor = y * 2 if y.sum() > 0 else y - 1
+            return made
+
+    model, x = Parts().eval(), made("branches")[1]
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        config = AccelerateConfig(method="list", fusion=Fusion.FOLDED, rounds=2)
+        return acceleration.on_first_call(graph, Fake(), config)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    state = {name: value * 1.1 for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for size in (2, 3, 2, 5):
+            x = torch.randn(size, 3, 12, 12)
+            assert_close(compiled(x), model(x))
+        # Nobody can ask a compiled module to take over its parameters.
+        model.load_state_dict(state)
+        assert_close(compiled(x), model(x))
+    assert len(found) > 2
+
+
+def test_a_compiled_module_that_writes_to_its_input_runs_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        return acceleration.on_first_call(graph, Fake(), AccelerateConfig(method="list"))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(InPlace(), backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.zeros(3)
+            assert compiled(x).tolist() == [2.0] * 3
+            assert x.tolist() == [1.0] * 3
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line.startswith("a graph of torch.compile runs as it is: it writes to its input")
+
+
+def test_an_option_that_there_is_not_is_said() -> None:
+    model, x = made("branches")
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"second": 3.0}
+    compiled = torch.compile(model, backend="placewright", options=options)
+    with torch.no_grad(), pytest.raises(Exception, match="no option 'second'; there are streams"):
+        compiled(x)
 
 
 def test_modules_of_the_same_code_have_their_own_parameters_under_compile() -> None:

@@ -62,8 +62,9 @@ class Accelerated:
     """A module as one captured graph for each shape of its inputs. Call it like the module.
 
     Outputs are copies, without gradients; inputs are copied before each call. Parameters are those
-    of the module; after changing them call `refresh`, as some are folded into others. What cannot
-    be captured runs as the module itself, and a line in the log says why.
+    of the module, and followed where they are written to; after writing to their `data` call
+    `refresh`, as some are folded into others. What cannot be captured runs as the module itself,
+    and a line in the log says why.
     """
 
     def __init__(
@@ -157,13 +158,12 @@ class Accelerated:
         if entry.built is None:
             call = self._module if entry.call is None else entry.call
             return call(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self._run(entry.built, leaves)
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        if torch.is_grad_enabled() and any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+        ):
             self._say_once("an input requires a gradient, which captured calls do not give")
             return self._module(*args, **kwargs)
-        with torch.no_grad():
-            return self._run(entry.built, leaves)
+        return self._run(entry.built, leaves)
 
     def _is_like(self, last: _Last, leaves: Sequence[Any], spec: Any) -> bool:
         """Whether a call is like the last one, as most are; without making a key of it."""

@@ -1,6 +1,6 @@
 """What groups run on: the streams of one GPU, captured; and the CPU, for what needs no GPU.
 
-Only this module calls torch.cuda.
+Only this module and `own` call torch.cuda.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from placewright.backends.pytorch.streams.groups import Grouped
 from placewright.backends.pytorch.streams.issue import Around, Issued, Run, fresh, issue
+from placewright.backends.pytorch.streams.own import Lease
 from placewright.backends.pytorch.streams.schedule import Schedule
 
 
@@ -73,7 +74,6 @@ _BESIDE = 4
 """Streams on which a group runs beside itself, to see what share of the chip it takes."""
 _UNSLOWED = 1.15
 _SMALL = 0.1
-_MOST_STREAMS = 32
 _TRACE_PARTS = 16
 """Captures that a trace is put together from."""
 _TRACED = 5
@@ -88,10 +88,8 @@ class Gpu:
     limit_bytes: float = math.inf
     """Of memory for what groups make, in one run."""
     kind: str = "cuda"
-    streams: list[Any] = field(default_factory=list)
-    """All but the first, which is the one that captures; made when they are needed."""
-    _first: Any = None
-    """The stream that captures: its own, as libraries keep workspaces for each stream."""
+    _lease: Lease | None = None
+    """Of streams that nobody else has; the first is what captures."""
     _pool: Any = None
     _keeper: Any = None
 
@@ -101,26 +99,18 @@ class Gpu:
         torch.backends.cudnn.benchmark = True
         try:
             with torch.cuda.device(self.index), torch.no_grad():
+                self.lease()
                 yield
         finally:
             torch.backends.cudnn.benchmark = before
 
-    def first(self) -> Any:
-        if self._first is None:
-            self._first = torch.cuda.Stream()
-        return self._first
+    def lease(self) -> Lease:
+        if self._lease is None:
+            self._lease = Lease(self.index)
+        return self._lease
 
-    def _need_streams(self, count: int) -> None:
-        """Torch hands out a few dozen streams in turn; they have to be different ones."""
-        known = {s.cuda_stream for s in (self.first(), *self.streams)}
-        for _ in range(_MOST_STREAMS * 4):
-            if len(self.streams) >= count:
-                return
-            stream = torch.cuda.Stream()
-            if stream.cuda_stream not in known:
-                known.add(stream.cuda_stream)
-                self.streams.append(stream)
-        raise AssertionError(f"there are no {count} streams")
+    def streams(self, schedule: Schedule) -> list[Any]:
+        return self.lease().own.streams(max(schedule.streams, default=0) + 1)
 
     def capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph, and what the body left."""
@@ -134,12 +124,9 @@ class Gpu:
 
     def _capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         """As `torch.cuda.graph`, which gives back all cached memory each time."""
-        graph, first = torch.cuda.CUDAGraph(), self.first()
-        torch.cuda.synchronize()
-        # A product takes the workspace that cuBLAS keeps for its stream. Of one from before, the
-        # graph would go on using the memory after torch gave it to somebody else, as it does when
-        # torch.compile captures something; so each graph gets workspaces of its own.
-        torch._C._cuda_clearCublasWorkspaces()
+        graph, own = torch.cuda.CUDAGraph(), self.lease().own
+        (first,) = own.streams(1)
+        own.hold_workspaces()
         collecting = gc.isenabled()
         gc.disable()  # what it finds may call into CUDA what a capture does not allow
         try:
@@ -152,7 +139,6 @@ class Gpu:
                     torch.cuda.set_stream(first)
                     graph.capture_end()
         finally:
-            torch._C._cuda_clearCublasWorkspaces()
             if collecting:
                 gc.enable()
         return graph, made
@@ -170,8 +156,7 @@ class Gpu:
         return seconds / _REPEATS
 
     def demand_of(self, run: Run, inputs: Sequence[Any], seconds: float) -> float:
-        self._need_streams(_BESIDE - 1)
-        lanes = [self.first(), *self.streams[: _BESIDE - 1]]
+        lanes = self.lease().own.streams(_BESIDE)
 
         def body() -> None:
             for lane in lanes[1:]:
@@ -195,22 +180,22 @@ class Gpu:
         return min(1.0, share)
 
     def _warm(self, body: Callable[[], Any], count: int) -> None:
-        stream = self.first()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        own = self.lease().own
+        own.hold_workspaces()
+        with torch.cuda.stream(own.streams(1)[0]):
             for _ in range(count):
                 body()
-        torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 
     def ready(
         self, grouped: Grouped, runs: Sequence[Run], schedule: Schedule, given: Mapping[str, Any]
     ) -> CapturedRun:
+        self.streams(schedule)  # before the workspaces of all of them are seen to
         # Once outside of the capture: libraries set up, for each stream, what cannot be captured.
         self._warm(lambda: self._issue(grouped, runs, schedule, given), 1)
         graph, issued = self.capture(lambda: self._issue(grouped, runs, schedule, given))
         place = torch.device("cuda", self.index)
-        return CapturedRun(graph=graph, issued=issued, place=place)
+        return CapturedRun(graph=graph, issued=issued, place=place, lease=self.lease())
 
     def _issue(
         self,
@@ -220,11 +205,10 @@ class Gpu:
         given: Mapping[str, Any],
         around: Around | None = None,
     ) -> Issued:
-        self._need_streams(max(schedule.streams, default=0))
-        streams = _Streams([torch.cuda.current_stream(), *self.streams])
         return issue(
-            grouped, runs, schedule, given, streams, limit_bytes=self.limit_bytes, around=around
-        )
+            grouped, runs, schedule, given, _Streams(self.streams(schedule)),
+            limit_bytes=self.limit_bytes, around=around,
+        )  # fmt: skip
 
     def times(self, replays: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in replays]
@@ -281,6 +265,7 @@ class Gpu:
             zero.record()
             return self._issue(grouped, runs, schedule, given, around)
 
+        self.streams(schedule)
         graph, _ = self.capture(body)
         found: dict[int, list[tuple[float, float]]] = {number: [] for number in numbers}
         for turn in range(_TRACED + 1):
@@ -324,6 +309,8 @@ class CapturedRun:
     graph: Any
     issued: Issued
     place: torch.device | None
+    lease: Lease
+    """Nobody else has the streams, and so the workspaces, as long as this graph is there."""
 
     @property
     def values(self) -> Mapping[str, Any]:
