@@ -134,7 +134,7 @@ class Pretend:
     def measure(self, cell: one_gpu.Cell, seconds: float, missing: str) -> list[Any]:
         self.done.append(("measure", self.name))
         self.given.append((self.name, seconds, missing))
-        if self.name == "slow":
+        if self.name.startswith("slow"):
             self.hangs.wait(20)
         return [self.row(cell, "eager", "2.0"), self.row(cell, "ours", "1.0")]
 
@@ -224,10 +224,11 @@ def test_what_fails_is_noted_and_tried_again_on_request(
 def test_stages_end_in_time(
     tmp_path: Path, asked: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages(tmp_path, seconds=0.5).run("1:fp16", ["slow", "one"])
-    said = {row["model"]: row["detail"] for row in read_csv(tmp_path / "one_gpu.csv")}
-    assert "did not end in its time" in said["slow"]
-    assert ("measure", "one") not in asked  # there was no time left for it
+    stages(tmp_path, seconds=0.5).run("1:fp16", ["slow", "slower"])
+    (said,) = read_csv(tmp_path / "one_gpu.csv")
+    assert "did not end in its time" in said["detail"]
+    # Whichever was ready first; there was no time left for the other.
+    assert [what for what, _ in asked].count("measure") == 1
     monkeypatch.setattr(one_gpu, "_LEAST", 40.0)
     count = len(asked)
     stages(tmp_path, seconds=30.0).run("1:fp16", ["one"])
