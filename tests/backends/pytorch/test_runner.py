@@ -243,3 +243,14 @@ def test_devices_that_are_not_here_cannot_be_measured_on() -> None:
 
     with pytest.raises(ClusterError, match=r"cannot be measured on this machine: it has no gpu:0"):
         placewright.torch.plan(towers(), devices="a100x4", evaluate="measure")
+
+
+def test_steps_on_several_gpus_are_not_captured(program: TorchProgram) -> None:
+    cluster = Cluster.load("a100x4")
+    with pytest.raises(WorkerError, match="a step on 4 GPUs cannot be captured as one CUDA graph"):
+        TorchRunner(program, cluster, dataclasses.replace(CONFIG, capture=True))
+    TorchRunner(program, cluster, dataclasses.replace(CONFIG, capture=False)).close()
+    TorchRunner(program, cluster, CONFIG).close()  # the host issues what PyTorch does
+    # Parts of one GPU are one memory.
+    parts = Cluster.load("h200-parts4")
+    TorchRunner(program, parts, dataclasses.replace(CONFIG, capture=True)).close()

@@ -42,6 +42,21 @@ class TorchRunner(ProcessRunner):
                 + (program.why_no_step or "it could not be exported as one graph")
             )
         self.places = places_of(self.cluster)
+        gpus = {place.device for place in self.places if place.on_gpu}
+        if self._captures and len(gpus) > 1:
+            # torch keeps memory for a graph on the GPU that is captured on; what its work takes on
+            # the others could be given out again while the graph is still used.
+            raise WorkerError(
+                f"a step on {len(gpus)} GPUs cannot be captured as one CUDA graph; measure it as "
+                "the host issues it: TorchRunConfig(capture=False), or `issue: host` in the cluster"
+            )
+
+    @property
+    def _captures(self) -> bool:
+        """Whether GPU work is captured as one graph: unless told, as it is simulated."""
+        if self.config.capture is not None:
+            return self.config.capture
+        return self.cluster.issued_by(self.program.graph.issue) != "host"
 
     def time_links(self, sizes: Sequence[int]) -> Mapping[str, Sequence[float]]:
         """With chains of real tensors that go to and fro; of links to switches, such as the memory
@@ -112,10 +127,7 @@ class TorchRunner(ProcessRunner):
             name: getattr(self.config, name)
             for name in ("tf32", "cudnn_benchmark", "tolerance", "seed")
         }
-        capture = self.config.capture
-        if capture is None:  # as it is simulated
-            capture = self.cluster.issued_by(self.program.graph.issue) != "host"
-        settings["capture"] = capture
+        settings["capture"] = self._captures
         devices = range(self.cluster.num_devices)
         return Child(
             "placewright.backends.pytorch.client",
