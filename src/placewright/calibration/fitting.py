@@ -37,16 +37,8 @@ class Correction:
     """On what ops take of a chip that they share with others."""
 
     def apply(self, problem: Problem) -> Problem:
-        on_cpu = {device.name for device in problem.cluster.devices if device.type == "cpu"}
-        links = tuple(
-            # Where streams copy, nobody packs, but from one CPU to another.
-            self._link(
-                link,
-                packs=not problem.cluster.in_order
-                or on_cpu.issuperset(end for pair in link.pairs for end in pair),
-            )
-            for link in problem.cluster.links
-        )
+        cluster = problem.cluster
+        links = tuple(self._link(link, packs=_packs(cluster, link)) for link in cluster.links)
         # On processors what is fitted is the whole of an op, issuing it included.
         whole = np.array([[kind.type == "cpu"] for kind in problem.cluster.kinds])
         overhead = np.where(whole, problem.costs.overhead_seconds, 0.0)
@@ -56,7 +48,7 @@ class Correction:
             overhead_seconds=frozen(problem.costs.overhead_seconds - overhead),
             demand=frozen(np.minimum(1.0, problem.costs.demand * self.demand)),
         )
-        cluster = dataclasses.replace(problem.cluster, links=links, contention=self.contention)
+        cluster = dataclasses.replace(cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)
 
     def _link(self, link: Link, packs: bool) -> Link:
@@ -72,6 +64,13 @@ class Correction:
             overhead_seconds=link.latency_seconds * self.overhead if packs else 0.0,
             overhead_bandwidth=link.bandwidth / share if share else math.inf,
         )
+
+
+def _packs(cluster: Cluster, link: Link) -> bool:
+    """Whether a device is busy with what it sends: where streams copy, none is, but from one CPU to
+    another."""
+    on_cpu = {device.name for device in cluster.devices if device.type == "cpu"}
+    return not cluster.in_order or on_cpu.issuperset(end for pair in link.pairs for end in pair)
 
 
 _STARTS = tuple(
@@ -97,13 +96,18 @@ _STEPS = (1.6, 1.25, 1.1, 1.04)
 
 
 def fit(
-    problem: Problem, placements: Sequence[Placement], seconds: Sequence[float]
+    problem: Problem,
+    placements: Sequence[Placement],
+    seconds: Sequence[float],
+    *,
+    most_tries: float = math.inf,
 ) -> tuple[Correction, float]:
     """The correction under which the simulator comes closest to these step times, and its mean
     error (as a share).
 
     Coordinate descent on the mean absolute logarithm, which an outlier moves little. Each try
-    simulates all placements, which takes milliseconds.
+    simulates all placements, which takes milliseconds. After `most_tries` it ends where it is: the
+    last of a thousand hardly change anything.
     """
     rows = np.stack([placement.devices for placement in placements])
     truth = np.asarray(seconds)
@@ -128,24 +132,39 @@ def fit(
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts;
     # the first leaves links as they are.
+    settings = _settings(problem)
     starts = [dataclasses.replace(_unchanged(problem.cluster), ops=usual)]
     starts += [
         Correction(
             ops=usual, gap=gap, overhead=overhead, overhead_bytes=share, contention=contention
         )
         for gap, overhead, share in _STARTS
+        if "overhead" in settings or not overhead
         for contention in dict.fromkeys((problem.cluster.contention, 0.0))
     ]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
+    tries = len(starts)
     for factor in _STEPS:
         improved = True
         while improved:
             improved = False
-            for candidate in _neighbours(best, factor, problem):
+            for candidate in _neighbours(best, factor, settings):
+                if tries >= most_tries:
+                    return best, least
+                tries += 1
                 found = error(candidate)
                 if found < least - 1e-6:
                     best, least, improved = candidate, found, True
     return best, least
+
+
+def _settings(problem: Problem) -> tuple[str, ...]:
+    """Those that change anything: where nobody packs, nothing of that is tried."""
+    cluster = problem.cluster
+    nothing = set() if problem.costs.demand.any() else {"demand"}
+    if not any(_packs(cluster, link) for link in cluster.links):
+        nothing |= {"overhead", "overhead_bytes"}
+    return tuple(name for name in _RANGES if name not in nothing)
 
 
 def _unchanged(cluster: Cluster) -> Correction:
@@ -163,10 +182,11 @@ def _unchanged(cluster: Cluster) -> Correction:
     )
 
 
-def _neighbours(correction: Correction, factor: float, problem: Problem) -> Iterator[Correction]:
-    for name, (low, high) in _RANGES.items():
-        if name == "demand" and not problem.costs.demand.any():
-            continue
+def _neighbours(
+    correction: Correction, factor: float, settings: Sequence[str]
+) -> Iterator[Correction]:
+    for name in settings:
+        low, high = _RANGES[name]
         value = getattr(correction, name)
         begin = (0.2, 0.05) if value == 0.0 else ()
         for changed in (value * factor, value / factor, *begin):
@@ -180,10 +200,12 @@ def corrected(
     calibration: Calibration,
     placements: Sequence[Placement],
     seconds: Sequence[float],
+    *,
+    most_tries: float = math.inf,
 ) -> Calibration:
     """The calibration, corrected by the step times of these placements."""
     under = calibration.problem(problem)
-    correction, _ = fit(under, placements, seconds)
+    correction, _ = fit(under, placements, seconds, most_tries=most_tries)
     fitted = correction.apply(under)
     # All of them: the factor was fitted to steps that are made of estimated ops as well.
     source = np.where(np.isinf(fitted.costs.op_seconds), Source.NO_KERNEL, Source.TABLE)
