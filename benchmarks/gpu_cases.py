@@ -234,13 +234,12 @@ class Proposal(NamedTuple):
 
 
 def classical(
-    case: Case, problem: Problem, under: Problem, folder: Path
+    problem: Problem, under: Problem, ready: Mapping[str, Proposal]
 ) -> tuple[dict[str, Proposal], dict[str, str]]:
-    """Of each method; and why there is none of the others. Prepared ones are taken where a method
-    is not installed."""
+    """Of each method; and why there is none of the others. Those that are `ready` are taken where a
+    method is not installed."""
     found: dict[str, Proposal] = {}
     missing: dict[str, str] = {}
-    ready = prepared(folder, case, problem)
     for method in METHODS:
         reason = "not installed on the machine, and nothing was prepared"
         if registry.METHODS[method].is_installed:
@@ -259,7 +258,7 @@ def classical(
     return found, missing
 
 
-def prepare(folder: Path, case: Case, problem: Problem, costs: str) -> Path:
+def prepare(path: Path, problem: Problem, costs: str) -> None:
     """Writes what the methods that need packages propose, by names, so that a graph that another
     version of torch captured a bit differently has them as well."""
     document: dict[str, Any] = {"costs": costs, "placements": {}}
@@ -269,14 +268,12 @@ def prepare(folder: Path, case: Case, problem: Problem, costs: str) -> Path:
         if placement is not None:
             where = [devices[number] for number in placement.devices]
             document["placements"][method] = dict(zip(names, where, strict=True))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=0) + "\n", encoding="utf-8")
-    return path
 
 
-def prepared(folder: Path, case: Case, problem: Problem) -> dict[str, Proposal]:
-    path = folder / f"{case.name}.json"
+def prepared(path: Path, problem: Problem) -> dict[str, Proposal]:
+    """What was written there; nothing where nothing was."""
     if not path.is_file():
         return {}
     document = json.loads(path.read_text(encoding="utf-8"))

@@ -4,15 +4,18 @@
     python -m benchmarks.paper_gpu --seconds 540 --search-seconds 20     # on the machine with a GPU
     python -m benchmarks.paper_gpu --cases nmt-paper-4 inception_v3-paper-4 --train-steps 200
     python -m benchmarks.paper_gpu --devices cpu --scale small --output build/paper_gpu
+    python -m benchmarks.paper_gpu --scale small --seconds 180 --search-seconds 8 --tables out
+    python -m benchmarks.paper_gpu --take out             # tables of another run among these
     python -m benchmarks.paper_gpu --report               # figures and tables anew, from the files
 
 Case by case, the most important first: calibrates for the model, gives each search the same real
 time, measures all answers in turns, then looks at what the devices do and trains. All that is
 measured is in journals under the output, and lines of CSV are added as they are made, so that the
 same command goes on where it was stopped, by its time box or otherwise; where its time ended before
-all was done, it exits with 3. A search that was stopped gets the rest of its time. The tables stay
-small however many runs there are: of each search at most CURVE_ROWS are listed, with the number of
-all in them.
+all was done, it exits with 3. A search that was stopped gets the rest of its time; what was found
+until then is measured in turns all the same, and no case is begun that its time is too short for.
+The tables stay small however many runs there are: of each search at most CURVE_ROWS are listed,
+with the number of all in them. With `--tables` they are all that is in that folder.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from benchmarks.common import (
     first_within,
     merge_csv,
     read_csv,
+    write_csv,
 )
 from benchmarks.gpu_cases import (
     IN_ORDER,
@@ -55,6 +59,7 @@ from benchmarks.gpu_cases import (
     classical,
     placement_of,
     prepare,
+    prepared,
     problem_of,
     text_of,
 )
@@ -101,6 +106,15 @@ CASE_KEYS = ("model", "machine", "partitions")
 CURVE_ROWS = 100
 """Of the runs of one search, and of the updates of one policy, that are listed at most."""
 
+TABLES = ("paper_gpu", "runs_of_searches", "updates", "analysis", "training", "where", "faults")
+"""Files of lines, each of a case."""
+
+LEAST_ROUNDS = 2
+"""Of measuring the answers in turns, for which time is kept: there is no interval of one."""
+
+LAST_SECONDS = 2.0
+"""Kept for what is written at the end."""
+
 LEAST_TRAINING = 20
 """Fewer steps say nothing."""
 
@@ -111,6 +125,8 @@ class Settings:
 
     output: Path = FOLDER
     """Where the files are, and a folder for each case."""
+    tables: Path | None = None
+    """Where the tables are, if not there."""
     prepared: Path = PREPARED
     """What `--prepare` wrote."""
     seconds: float = 540.0
@@ -133,9 +149,28 @@ def about(case: Case, settings: Settings) -> dict[str, Any]:
     return dict(zip(CASE_KEYS, (model, case.machine, case.partitions), strict=True))
 
 
-def folder_of(case: Case, settings: Settings) -> Path:
+def name_of(case: Case, settings: Settings) -> str:
+    """Of the case's files, which are of one size of the model."""
     suffix = "" if settings.scale == "paper" else f"-{settings.scale}"
-    return settings.output / f"{case.name}{suffix}"
+    return f"{case.name}{suffix}"
+
+
+def folder_of(case: Case, settings: Settings) -> Path:
+    return settings.output / name_of(case, settings)
+
+
+def prepared_of(case: Case, settings: Settings) -> Path:
+    return settings.prepared / f"{name_of(case, settings)}.json"
+
+
+def table_of(what: str, settings: Settings) -> Path:
+    return (settings.tables or settings.output) / f"{what}.csv"
+
+
+def add_rows(what: str, rows: Sequence[dict[str, Any]], settings: Settings) -> None:
+    """In place of those of the same case."""
+    if rows:
+        merge_csv(table_of(what, settings), rows, *CASE_KEYS)
 
 
 class Clock:
@@ -143,6 +178,8 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
+        self.besides = 0.0
+        """What the last case took besides its searches; the next is taken to take as long."""
 
     @property
     def left(self) -> float:
@@ -209,6 +246,8 @@ class Bench:
     references: list[Trial] = field(default_factory=list)
     """What all searches are told."""
     calibration: Calibration | None = None
+    run_seconds: float = 0.0
+    """What a run of a fast placement takes, with all that belongs to it."""
 
     @property
     def about(self) -> dict[str, Any]:
@@ -240,6 +279,16 @@ class Bench:
                 replace(trial, at_seconds=0.0) for trial in real.trials if trial.placer != "heft"
             ]
         self.under.save(self.folder / "problem.json.gz")
+        ran = [trial for trial in self.references if trial.measurement.ok]
+        if ran:
+            fastest = min(ran, key=lambda trial: trial.measurement.mean_seconds).placement
+            began = time.monotonic()
+            self.runner.measure(fastest.devices[self.problem.grouping.group_of])
+            self.run_seconds = time.monotonic() - began
+
+    def seconds_to_end(self, answers: int) -> float:
+        """Kept to measure so many answers once and then in turns, and for the last lines."""
+        return LAST_SECONDS + (1 + LEAST_ROUNDS) * answers * self.run_seconds
 
     def _reuse_cpu(self, real: RealRuns) -> None:
         """The model on the CPU alone takes minutes in all, and is the same whatever is beside it:
@@ -266,8 +315,9 @@ class Bench:
     def _is_cpu(self, placement: Placement) -> bool:
         return self.problem.cluster.devices[placement.main_device].type == "cpu"
 
-    def search(self, name: str) -> Found:
-        """One search, or what it found in an earlier call."""
+    def search(self, name: str, keep_seconds: float) -> Found:
+        """One search, or what it found in an earlier call; it is stopped when no more than so much
+        time is left."""
         folder = self.folder / name.replace(" ", "-")
         done = folder / "found.json"
         if done.is_file():
@@ -287,7 +337,7 @@ class Bench:
         began = time.monotonic()
         result = Session(
             self.problem, config, runner=self.runner, calibration=self.calibration,
-            directory=folder, stop=lambda: self.clock.left < 1.0,
+            directory=folder, stop=lambda: self.clock.left < keep_seconds,
         ).run()  # fmt: skip
         if result.interrupted:
             raise OutOfTime
@@ -339,21 +389,27 @@ def reference_answers(bench: Bench) -> list[Answer]:
 
 
 def finals(bench: Bench, answers: Sequence[Answer]) -> tuple[Finals, dict[Placement, Measurement]]:
-    """All answers in turns; those that take more than three times the best once only, which says
-    enough."""
+    """All answers in turns, for as many rounds as there is time for; those that take more than
+    three times the best once only, which says enough."""
     evaluator = MeasuredEvaluator(bench.problem, bench.runner)
 
     def measure(placement: Placement) -> Measurement:
         return evaluator.run([Request(placement, compared=True)])[0].measurement
 
-    once: dict[Placement, Measurement] = {}
+    def in_time(placement: Placement) -> Measurement | None:
+        return measure(placement) if bench.clock.left > LAST_SECONDS else None
+
     known = {trial.placement: trial.measurement for trial in bench.references}
-    for placement in dict.fromkeys(a.placement for a in answers if a.placement is not None):
-        first = known.get(placement) or measure(placement)
-        once[placement] = first
+    for answer in answers:
+        if answer.found is not None:
+            known |= {t.placement: t.measurement for t in bench.trials_of(answer.method)}
+    once = {
+        placement: known.get(placement) or measure(placement)
+        for placement in dict.fromkeys(a.placement for a in answers if a.placement is not None)
+    }
     best = min((m.mean_seconds for m in once.values()), default=math.inf)
     near = [p for p, m in once.items() if m.ok and m.mean_seconds <= 3 * best]
-    return in_rounds(near, measure, bench.settings.rounds, seed=bench.settings.seed), once
+    return in_rounds(near, in_time, bench.settings.rounds, seed=bench.settings.seed), once
 
 
 def rows_of(bench: Bench, answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -606,7 +662,8 @@ def run_case(case: Case, program: Any, settings: Settings, clock: Clock) -> None
         bench.learn_costs()
         print(f"  {problem.graph.num_ops} ops, {problem.num_groups} groups; costs after "
               f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
-        proposals, missing = classical(case, problem, bench.under, settings.prepared)
+        ready = prepared(prepared_of(case, settings), problem)
+        proposals, missing = classical(problem, bench.under, ready)
         answers = reference_answers(bench)
         for method in METHODS:
             proposal = proposals.get(method)
@@ -614,19 +671,13 @@ def run_case(case: Case, program: Any, settings: Settings, clock: Clock) -> None
                 answers.append(Answer(method, None, reason=missing.get(method, "")))
             else:
                 answers.append(Answer(method, proposal.placement, costs=proposal.costs))
-        fastest = min((t.measurement.mean_seconds for t in bench.references), default=0.0)
-        reserve = 3.0 + 2.0 * settings.rounds * (len(answers) + 4) * min(fastest, 5.0)
-        complete = True
-        for name in settings.methods:
-            is_done = (folder / name.replace(" ", "-") / "found.json").is_file()
-            if not is_done and clock.left < settings.search_seconds + reserve:
-                complete = False
-                break
-            found = bench.search(name)
-            answers.append(Answer(name, found.placement, found, reason=found.reason))
-        rows = rows_of(bench, answers)
+        searching = time.monotonic()
+        found, complete = _searches(bench, len(answers))
+        searched = time.monotonic() - searching
+        rows = rows_of(bench, [*answers, *found])
         _keep(settings, bench, rows)
         _note(settings, case, began, complete)
+        clock.besides = time.monotonic() - began - searched
         chosen = compared(bench, rows)
         extra: dict[str, Callable[[], list[dict[str, Any]]]] = {
             "analysis": lambda: analysis_rows(bench, chosen)
@@ -636,21 +687,42 @@ def run_case(case: Case, program: Any, settings: Settings, clock: Clock) -> None
             extra["training"] = lambda: training_rows(bench, chosen, took)
         for what, make in extra.items():
             made = make() if clock.left > 5.0 else []
-            if made:
-                merge_csv(settings.output / f"{what}.csv", made, *CASE_KEYS)
+            add_rows(what, made, settings)
     if not complete or not is_complete(settings, case):
         raise OutOfTime
 
 
+def _searches(bench: Bench, others: int) -> tuple[list[Answer], bool]:
+    """What each search found, and whether there was time for all. What each learned is written down
+    when it has ended; `others` are the answers that are to be measured as well."""
+    answers: list[Answer] = []
+    settings, clock = bench.settings, bench.clock
+    for name in settings.methods:
+        keep_seconds = bench.seconds_to_end(others + len(answers) + 1)
+        is_done = (bench.folder / name.replace(" ", "-") / "found.json").is_file()
+        if not is_done and clock.left < settings.search_seconds + keep_seconds:
+            return answers, False
+        try:
+            found = bench.search(name, keep_seconds)
+        except OutOfTime:
+            return answers, False
+        answers.append(Answer(name, found.placement, found, reason=found.reason))
+        if not is_done:
+            _keep_learning(bench)
+    return answers, True
+
+
+def _keep_learning(bench: Bench) -> None:
+    for what, found in zip(("runs_of_searches", "updates"), learning_rows(bench), strict=True):
+        add_rows(what, found, bench.settings)
+
+
 def _keep(settings: Settings, bench: Bench, rows: Sequence[dict[str, Any]]) -> None:
-    merge_csv(settings.output / "paper_gpu.csv", rows, *CASE_KEYS)
+    add_rows("paper_gpu", rows, settings)
     for row in rows:
         text = f"{row['step_seconds']:.4f} s" if row["step_seconds"] != "" else row["outcome"]
         print(f"  {row['method']}: {text}", flush=True)
-    runs, updates = learning_rows(bench)
-    for what, found in (("runs_of_searches", runs), ("updates", updates)):
-        if found:
-            merge_csv(settings.output / f"{what}.csv", found, *CASE_KEYS)
+    _keep_learning(bench)
 
 
 def _note(settings: Settings, case: Case, began: float, complete: bool) -> None:
@@ -665,7 +737,7 @@ def _note(settings: Settings, case: Case, began: float, complete: bool) -> None:
         "cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__,
         "python": platform.python_version(), "placewright": VERSION, "command": command(),
     }  # fmt: skip
-    merge_csv(settings.output / "where.csv", [row], *CASE_KEYS)
+    add_rows("where", [row], settings)
 
 
 # --- all cases -----------------------------------------------------------------------------------
@@ -704,7 +776,7 @@ def run_cases(settings: Settings) -> int:
             if is_complete(settings, case):
                 print(f"== {case.name}: done before", flush=True)
                 continue
-            if clock.left < 2.0 * settings.search_seconds:
+            if clock.left < settings.search_seconds + max(settings.search_seconds, clock.besides):
                 return result or MORE
             print(f"== {case.name}, {clock.left:.0f} s left", flush=True)
             try:
@@ -714,7 +786,7 @@ def run_cases(settings: Settings) -> int:
             except Exception as fault:
                 traceback.print_exc()
                 row = about(case, settings) | {"fault": repr(fault)[:300]}
-                merge_csv(settings.output / "faults.csv", [row], *CASE_KEYS)
+                add_rows("faults", [row], settings)
                 result = 1
     return result
 
@@ -725,7 +797,7 @@ def is_complete(settings: Settings, case: Case) -> bool:
     keys = {key: str(value) for key, value in about(case, settings).items()}
 
     def rows_in(name: str) -> list[dict[str, str]]:
-        rows = read_csv(settings.output / f"{name}.csv")
+        rows = read_csv(table_of(name, settings))
         return [row for row in rows if all(row[key] == value for key, value in keys.items())]
 
     mine = rows_in("paper_gpu")
@@ -746,19 +818,38 @@ def prepare_all(settings: Settings) -> None:
         else:
             problem = problem_of(case, _loaded(case.model, settings.scale).graph)
             costs = "estimated"
-        print(prepare(settings.prepared, case, problem, costs), costs, flush=True)
+        path = prepared_of(case, settings)
+        prepare(path, problem, costs)
+        print(path, costs, flush=True)
+
+
+def take(settings: Settings, folder: Path) -> None:
+    """The tables of another run, in place of what there is of the same cases. Of a case that is
+    taken nothing of before stays, as it was another machine's."""
+    taken = {name: read_csv(folder / f"{name}.csv") for name in TABLES}
+    cases = {tuple(row[key] for key in CASE_KEYS) for row in taken["paper_gpu"]}
+    for name, rows in taken.items():
+        path = table_of(name, settings)
+        kept = read_csv(path)
+        others = [r for r in kept if tuple(r[key] for key in CASE_KEYS) not in cases]
+        new = [r for r in rows if tuple(r[key] for key in CASE_KEYS) in cases]
+        if others or new:
+            write_csv(path, [*others, *new])
+        else:
+            path.unlink(missing_ok=True)
 
 
 def report(settings: Settings) -> None:
     """Figures, and the tables where they stand."""
     figures.rewards(
-        read_csv(settings.output / "runs_of_searches.csv"),
-        read_csv(settings.output / "updates.csv"),
-        settings.output / "rewards.svg",
+        read_csv(table_of("runs_of_searches", settings)),
+        read_csv(table_of("updates", settings)),
+        table_of("rewards", settings).with_suffix(".svg"),
     )
-    training = read_csv(settings.output / "training.csv")
+    training = read_csv(table_of("training", settings))
     if training:
-        figures.training(gpu_tables.as_runs(training), settings.output / "training.svg")
+        path = table_of("training", settings).with_suffix(".svg")
+        figures.training(gpu_tables.as_runs(training), path)
     if settings.output == FOLDER:
         (FOLDER / "README.md").write_text(gpu_tables.readme(FOLDER / "README.md"), encoding="utf-8")
         tables.main()
@@ -769,6 +860,8 @@ def main() -> int:
     result = 0
     if options.prepare:
         prepare_all(settings)
+    elif options.take is not None:
+        take(settings, options.take)
     elif not options.report:
         result = run_cases(settings)
     if options.report or not (options.prepare or options.no_report):
@@ -781,6 +874,8 @@ def _options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--tables", type=Path, help="a folder for the tables, if not the output")
+    parser.add_argument("--take", type=Path, help="a folder of tables to be added to the output's")
     parser.add_argument("--prepared", type=Path, default=PREPARED)
     parser.add_argument("--seconds", type=float, default=Settings.seconds)
     parser.add_argument("--search-seconds", type=float, default=Settings.search_seconds)
@@ -802,7 +897,8 @@ def _options(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace
     if options.cases:
         cases = tuple(Case.of(name) for name in options.cases)
     return options, Settings(
-        output=options.output, prepared=options.prepared, seconds=options.seconds,
+        output=options.output, tables=options.tables, prepared=options.prepared,
+        seconds=options.seconds,
         search_seconds=options.search_seconds, cases=cases, methods=tuple(options.methods),
         scale=options.scale, rounds=options.rounds, train_steps=options.train_steps,
         seed=options.seed,

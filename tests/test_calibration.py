@@ -127,6 +127,49 @@ def test_ops_that_were_traced_on_a_slower_machine_do_not_hide_what_sending_costs
         assert found.ops * slower == pytest.approx(1.0, rel=0.03)
 
 
+def _watched(monkeypatch: pytest.MonkeyPatch) -> list[Correction]:
+    """What is tried from now on."""
+    tried: list[Correction] = []
+    apply = Correction.apply
+
+    def watched(correction: Correction, problem: Problem) -> Problem:
+        tried.append(correction)
+        return apply(correction, problem)
+
+    monkeypatch.setattr(Correction, "apply", watched)
+    return tried
+
+
+def test_a_fit_that_may_not_try_much_is_better_than_none(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = Correction(ops=1.3, latency=2.0, bandwidth=0.6, contention=0.2)
+    placements = varied_placements(problem, 16)
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = Simulator(truth.apply(problem)).run(rows).step_seconds.tolist()
+    tried = _watched(monkeypatch)
+    _, before = fit(problem, placements, seconds, most_tries=0)
+    tried.clear()
+    fit(problem, placements, seconds)
+    unlimited = len(tried)
+    tried.clear()
+    _, error = fit(problem, placements, seconds, most_tries=200)
+    assert len(tried) <= 200 < unlimited
+    assert error < before / 2
+
+
+def test_what_nobody_packs_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between partitions of a GPU streams copy; the links say so, and not the step times."""
+    problem = make_problem(layered_graph(40, 4), Cluster.load("h200-parts4x8"))
+    placements = varied_placements(problem, 6)
+    rows = np.stack([placement.devices for placement in placements])
+    seconds = (1.1 * Simulator(problem).run(rows).step_seconds).tolist()
+    tried = _watched(monkeypatch)
+    _, error = fit(problem, placements, seconds)
+    assert {(one.overhead, one.overhead_bytes) for one in tried} == {(0.0, 0.0)}
+    assert error < 0.05
+
+
 def test_one_wrong_measurement_does_not_spoil_the_fit(problem: Problem) -> None:
     truth = Correction(ops=2.0)
     placements = varied_placements(problem, 12)

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks import gpu_cases, gpu_tables, paper_gpu
-from benchmarks.common import read_csv
+from benchmarks.common import MORE, read_csv, write_csv
 from benchmarks.gpu_cases import IN_ORDER, Case, problem_of
 from benchmarks.paper_gpu import Settings
 from placewright.backends.base import Run, Trace, Transfer
@@ -141,6 +141,77 @@ def test_small_sizes_are_told_apart() -> None:
     assert paper_gpu.about(CASE, small)["model"] == "nmt small"
     assert paper_gpu.about(CASE, paper)["model"] == "nmt"
     assert paper_gpu.folder_of(CASE, small) != paper_gpu.folder_of(CASE, paper)
+    # What Scotch makes of the paper's sizes is no answer of Scotch's for the small ones.
+    assert paper_gpu.prepared_of(CASE, small) != paper_gpu.prepared_of(CASE, paper)
+
+
+def test_what_was_found_in_a_short_time_is_measured_and_written(
+    machine: list[SimulatedRunner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is up in the middle of the second search."""
+    left = {"seconds": 100.0}
+    monkeypatch.setattr(paper_gpu.Clock, "left", property(lambda clock: left["seconds"]))
+    search = paper_gpu.Bench.search
+
+    def searched(bench: paper_gpu.Bench, name: str, keep_seconds: float) -> paper_gpu.Found:
+        if name == "reinforce":
+            left["seconds"] = keep_seconds - 1e-6
+        return search(bench, name, keep_seconds)
+
+    monkeypatch.setattr(paper_gpu.Bench, "search", searched)
+    settings = Settings(
+        output=tmp_path / "out", tables=tmp_path / "tables", prepared=tmp_path / "prepared",
+        cases=(CASE,), search_seconds=1.0, methods=("local-search", "reinforce", "ppo"),
+    )  # fmt: skip
+    assert paper_gpu.run_cases(settings) == MORE
+    assert {path.suffix for path in (tmp_path / "tables").iterdir()} == {".csv"}
+    by_method = {row["method"]: row for row in read_csv(tmp_path / "tables" / "paper_gpu.csv")}
+    assert list(by_method)[-1] == "local-search"
+    assert float(by_method["local-search"]["half_width_seconds"]) > 0
+    assert read_csv(tmp_path / "tables" / "where.csv")[0]["complete"] == "False"
+    assert read_csv(tmp_path / "tables" / "runs_of_searches.csv")
+    assert not (tmp_path / "tables" / "faults.csv").exists()
+
+    # With more time it goes on.
+    left["seconds"] = 100.0
+    monkeypatch.setattr(paper_gpu.Bench, "search", search)
+    assert paper_gpu.run_cases(settings) == 0
+    rows = read_csv(tmp_path / "tables" / "paper_gpu.csv")
+    assert [row["method"] for row in rows][-3:] == ["local-search", "reinforce", "ppo"]
+
+
+def test_no_case_is_begun_that_there_is_no_time_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: list[SimulatedRunner]
+) -> None:
+    begun = []
+
+    def run(case: Case, program: object, settings: Settings, clock: paper_gpu.Clock) -> None:
+        begun.append(case)
+        clock.besides = 90.0
+
+    monkeypatch.setattr(paper_gpu, "run_case", run)
+    cases = (CASE, Case(model="rnnlm", machine="paper", partitions=2))
+    settings = Settings(output=tmp_path, cases=cases, seconds=95.0, search_seconds=10.0)
+    assert paper_gpu.run_cases(settings) == MORE
+    assert begun == [CASE]
+
+
+def test_tables_of_another_run_take_the_place_of_the_same_cases(tmp_path: Path) -> None:
+    def row(model: str, **more: object) -> dict[str, object]:
+        return {"model": model, "machine": "paper", "partitions": 4, **more}
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    write_csv(here / "paper_gpu.csv", [row("nmt", method="heft"), row("rnnlm", method="heft")])
+    write_csv(here / "analysis.csv", [row("nmt", device="cpu:0")])
+    write_csv(there / "paper_gpu.csv", [row("nmt", method="ppo")])
+    write_csv(there / "where.csv", [row("nmt", gpu="one")])
+    settings = Settings(output=here)
+    paper_gpu.take(settings, there)
+    rows = read_csv(here / "paper_gpu.csv")
+    assert [(r["model"], r["method"]) for r in rows] == [("rnnlm", "heft"), ("nmt", "ppo")]
+    assert [r["gpu"] for r in read_csv(here / "where.csv")] == ["one"]
+    # What was looked at before was on another machine.
+    assert not (here / "analysis.csv").exists()
 
 
 def test_losses_are_held_to_two_runs_of_one_placement() -> None:
@@ -204,13 +275,14 @@ def test_what_was_prepared_is_found_by_names(tmp_path: Path) -> None:
     where = {name: devices[1 + number % 2] for number, name in enumerate(names)}
     del where[names[5]]  # another version of torch calls it otherwise
     document = {"costs": "estimated", "placements": {"scotch": where}}
-    (tmp_path / f"{CASE.name}.json").write_text(json.dumps(document))
-    found = gpu_cases.prepared(tmp_path, CASE, problem)
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(document))
+    found = gpu_cases.prepared(path, problem)
     expected = [1 + number % 2 for number in range(len(names))]
     expected[5] = expected[4]
     assert found["scotch"].placement.devices.tolist() == expected
     assert found["scotch"].costs == "estimated, prepared"
-    assert gpu_cases.prepared(tmp_path / "none", CASE, problem) == {}
+    assert gpu_cases.prepared(tmp_path / "none.json", problem) == {}
 
 
 def test_copies_count_for_both_devices() -> None:

@@ -238,6 +238,67 @@ def test_candidates_are_credited_to_who_proposed_them(problem: Problem) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_as_much_time_is_measured_as_simulated_where_runs_are_short(problem: Problem) -> None:
+    """Between the number of candidates asked for and four times as many."""
+    config = SearchConfig(evaluate="simulate+measure", rounds=RoundsConfig(candidates=3))
+    real = RealRuns(problem, MeasuredEvaluator(problem, Devices(problem)), config)  # type: ignore[arg-type]
+    rounds = Rounds(real=real, config=config, runner=None)
+    assert rounds._num_candidates(2.0) == 3  # nobody knows yet what a run takes
+    real._timed_runs = 10
+    for run_seconds, count in ((5.0, 3), (0.25, 8), (0.01, 12)):
+        real._measured_seconds = 10 * run_seconds
+        assert rounds._num_candidates(2.0) == count
+
+
+@pytest.mark.parametrize(("failing", "ran"), [(0, 8), (1, 8), (2, 2)])
+def test_the_like_of_candidates_that_cannot_run_are_not_tried(
+    problem: Problem, failing: int, ran: int
+) -> None:
+    def behave(devices: Devices, placement: Placement, seconds: float) -> Measurement:
+        if len(devices.runs) <= failing:
+            return Measurement(outcome=Outcome.OUT_OF_MEMORY, reason="no room")
+        return Measurement(outcome=Outcome.OK, step_seconds=(seconds,))
+
+    devices = Devices(problem, behave)
+    config = SearchConfig(evaluate="simulate+measure", rounds=RoundsConfig(candidates=2), trials=99)
+    real = RealRuns(problem, MeasuredEvaluator(problem, devices), config)  # type: ignore[arg-type]
+    proposed = registry.make(["random"], problem, seed=1)[0].ask(20)
+    candidates = [(placement, "random") for placement in list(dict.fromkeys(proposed))[:8]]
+    runs = Rounds(real=real, config=config, runner=None)._measure(candidates)
+    assert list(runs) == [placement for placement, _ in candidates[:ran]]
+
+
+def test_costs_are_fitted_to_references_and_the_fastest(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[Sequence[Placement]] = []
+
+    def corrected(
+        problem: Problem, calibration: Calibration, placements: Sequence[Placement],
+        seconds: Sequence[float], *, most_tries: float,
+    ) -> Calibration:  # fmt: skip
+        assert len(placements) == len(seconds)
+        fitted.append(placements)
+        return calibration
+
+    monkeypatch.setattr(rounds_module, "corrected", corrected)
+    config = SearchConfig(evaluate="simulate+measure")
+    real = RealRuns(problem, MeasuredEvaluator(problem, Devices(problem)), config)  # type: ignore[arg-type]
+    real.find_references()
+    references = [placement for placement, _ in real.unmeasured_references()]
+    # The slowest of all, but it says what a device does alone.
+    proposed = registry.make(["random"], problem, seed=1)[0].ask(100)
+    others = [p for p in dict.fromkeys(proposed) if p not in references]
+    for number, placement in enumerate([*others, *references]):
+        measurement = Measurement(outcome=Outcome.OK, step_seconds=(1.0 + number,))
+        real.append([Trial(placement=placement, measurement=measurement, placer="random")])
+    calibration = Calibration(table=problem.costs, cluster=problem.cluster)
+    Rounds(real=real, config=config, runner=None, calibration=calibration).correct()
+    (chosen,) = fitted
+    assert set(references) <= set(chosen)
+    assert set(chosen) - set(references) == set(others[: 32 - len(references)])
+
+
 def test_what_was_measured_counts_in_the_simulator(problem: Problem) -> None:
     (slow,) = registry.make(["expert"], problem)[0].ask(1)
     known = Trial(

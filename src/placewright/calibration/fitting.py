@@ -45,23 +45,13 @@ class Correction:
     """Seconds that each op of such a processor takes longer than in a step of its own."""
 
     def apply(self, problem: Problem) -> Problem:
-        on_cpu = {device.name for device in problem.cluster.devices if device.type == "cpu"}
-        beside = _beside_accelerators(problem.cluster)
-        links = tuple(
-            # Where streams copy, nobody packs, but from one CPU to another.
-            self._link(
-                link,
-                packs=not problem.cluster.in_order
-                or on_cpu.issuperset(end for pair in link.pairs for end in pair),
-                beside=beside and any(end in on_cpu for pair in link.pairs for end in pair),
-            )
-            for link in problem.cluster.links
-        )
+        cluster = problem.cluster
+        links = tuple(self._link(cluster, link) for link in cluster.links)
         # On processors what is fitted is the whole of an op, issuing it included.
         whole = np.array([[kind.type == "cpu"] for kind in problem.cluster.kinds])
         overhead = np.where(whole, problem.costs.overhead_seconds, 0.0)
         seconds = (problem.costs.op_seconds + overhead) * self.ops
-        if beside:
+        if _beside_accelerators(cluster):
             longer = np.where(seconds > 0.0, seconds * self.cpu_ops + self.cpu_wait, seconds)
             seconds = np.where(whole, longer, seconds)
         costs = dataclasses.replace(
@@ -70,10 +60,12 @@ class Correction:
             overhead_seconds=frozen(problem.costs.overhead_seconds - overhead),
             demand=frozen(np.minimum(1.0, problem.costs.demand * self.demand)),
         )
-        cluster = dataclasses.replace(problem.cluster, links=links, contention=self.contention)
+        cluster = dataclasses.replace(cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)
 
-    def _link(self, link: Link, packs: bool, beside: bool) -> Link:
+    def _link(self, cluster: Cluster, link: Link) -> Link:
+        packs = _packs(cluster, link)
+        beside = _beside_accelerators(cluster) and _ends_on_cpu(cluster, link)[0]
         share = self.overhead_bytes if packs else 0.0
         latency = link.latency_seconds * self.latency * (self.cpu_latency if beside else 1.0)
         bandwidth = link.bandwidth * self.bandwidth * (self.cpu_bandwidth if beside else 1.0)
@@ -92,6 +84,19 @@ class Correction:
 def _beside_accelerators(cluster: Cluster) -> bool:
     """Whether there are processors and others."""
     return len({device.type == "cpu" for device in cluster.devices}) > 1
+
+
+def _ends_on_cpu(cluster: Cluster, link: Link) -> tuple[bool, bool]:
+    """Whether a link has an end at a processor, and whether all of its ends are."""
+    on_cpu = {device.name for device in cluster.devices if device.type == "cpu"}
+    found = [end in on_cpu for pair in link.pairs for end in pair]
+    return any(found), all(found)
+
+
+def _packs(cluster: Cluster, link: Link) -> bool:
+    """Whether a device is busy with what it sends: where streams copy, none is, but from one CPU to
+    another."""
+    return not cluster.in_order or _ends_on_cpu(cluster, link)[1]
 
 
 _STARTS = tuple(
@@ -122,18 +127,25 @@ _BESIDE = ("cpu_ops", "cpu_latency", "cpu_bandwidth", "cpu_wait")
 _FIRST = {"cpu_wait": (10e-6, 40e-6)}
 """What is tried where a setting is zero; 0.2 and 0.05 unless said here."""
 
+_GAIN = 1e-4
+"""Less is not worth a change, each of which begins another pass over all settings."""
 _STEPS = (1.6, 1.25, 1.1, 1.04)
 """Factors by which each setting is tried to be changed, coarse to fine."""
 
 
 def fit(
-    problem: Problem, placements: Sequence[Placement], seconds: Sequence[float]
+    problem: Problem,
+    placements: Sequence[Placement],
+    seconds: Sequence[float],
+    *,
+    most_tries: float = math.inf,
 ) -> tuple[Correction, float]:
     """The correction under which the simulator comes closest to these step times, and its mean
     error (as a share).
 
     Coordinate descent on the mean absolute logarithm, which an outlier moves little. Each try
-    simulates all placements, which takes milliseconds.
+    simulates all placements, which takes milliseconds. After `most_tries` it ends where it is: the
+    last of a thousand hardly change anything.
     """
     rows = np.stack([placement.devices for placement in placements])
     truth = np.asarray(seconds)
@@ -159,26 +171,43 @@ def fit(
 
     # From no overhead the way to the right one can lead over a hill, so there are several starts;
     # the first leaves links as they are.
+    settings = _settings(problem)
     starts = [dataclasses.replace(_unchanged(problem.cluster), ops=usual)]
     starts += [
         Correction(
             ops=usual, gap=gap, overhead=overhead, overhead_bytes=share, contention=contention
         )
         for gap, overhead, share in _STARTS
+        if "overhead" in settings or not overhead
         for contention in dict.fromkeys((problem.cluster.contention, 0.0))
     ]
-    if _beside_accelerators(problem.cluster):
+    if "cpu_wait" in settings:
         starts += [dataclasses.replace(start, cpu_wait=_FIRST["cpu_wait"][1]) for start in starts]
     least, _, best = min((error(start), number, start) for number, start in enumerate(starts))
+    tries = len(starts)
     for factor in _STEPS:
         improved = True
         while improved:
             improved = False
-            for candidate in _neighbours(best, factor, problem):
+            for candidate in _neighbours(best, factor, settings):
+                if tries >= most_tries:
+                    return best, least
+                tries += 1
                 found = error(candidate)
-                if found < least - 1e-6:
+                if found < least - _GAIN:
                     best, least, improved = candidate, found, True
     return best, least
+
+
+def _settings(problem: Problem) -> tuple[str, ...]:
+    """Those that change anything: where nobody packs, nothing of that is tried."""
+    cluster = problem.cluster
+    nothing = set() if problem.costs.demand.any() else {"demand"}
+    if not _beside_accelerators(cluster):
+        nothing |= set(_BESIDE)
+    if not any(_packs(cluster, link) for link in cluster.links):
+        nothing |= {"overhead", "overhead_bytes"}
+    return tuple(name for name in _RANGES if name not in nothing)
 
 
 def _unchanged(cluster: Cluster) -> Correction:
@@ -196,12 +225,11 @@ def _unchanged(cluster: Cluster) -> Correction:
     )
 
 
-def _neighbours(correction: Correction, factor: float, problem: Problem) -> Iterator[Correction]:
-    for name, (low, high) in _RANGES.items():
-        if name == "demand" and not problem.costs.demand.any():
-            continue
-        if name in _BESIDE and not _beside_accelerators(problem.cluster):
-            continue
+def _neighbours(
+    correction: Correction, factor: float, settings: Sequence[str]
+) -> Iterator[Correction]:
+    for name in settings:
+        low, high = _RANGES[name]
         value = getattr(correction, name)
         begin = _FIRST.get(name, (0.2, 0.05)) if value == 0.0 else ()
         for changed in (value * factor, value / factor, *begin):
@@ -215,10 +243,12 @@ def corrected(
     calibration: Calibration,
     placements: Sequence[Placement],
     seconds: Sequence[float],
+    *,
+    most_tries: float = math.inf,
 ) -> Calibration:
     """The calibration, corrected by the step times of these placements."""
     under = calibration.problem(problem)
-    correction, _ = fit(under, placements, seconds)
+    correction, _ = fit(under, placements, seconds, most_tries=most_tries)
     fitted = correction.apply(under)
     # All of them: the factor was fitted to steps that are made of estimated ops as well.
     source = np.where(np.isinf(fitted.costs.op_seconds), Source.NO_KERNEL, Source.TABLE)

@@ -40,7 +40,8 @@ class RoundsConfig:
     simulate_seconds: float = 15.0
     """Most time for one search in the simulator."""
     candidates: int = 4
-    """Placements measured between two searches."""
+    """Placements measured between two searches. Where real runs are short, up to four times as
+    many: as run in the time that was simulated."""
     distance: float = 0.02
     """Share of the groups by which candidates of one round differ at least; otherwise they would
     all be variations of one."""

@@ -50,6 +50,23 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED = 2000
 
+_MOST_CANDIDATES = 4
+"""Where real runs are short, so many times as many candidates are measured in a round at most:
+more would all come of the same costs, which their times are to correct."""
+
+_LAST_SHARE = 0.7
+"""Of the time left, for the search of the last round."""
+
+_FITTED = 32
+"""Placements that costs are fitted to at most, the references and the fastest: each try of a fit
+simulates all of them."""
+
+_FIT_WORK = 2e7
+"""Of a fit between two rounds, in ops simulated: a second or two, which its round takes as well."""
+
+_LEAST_TRIES = 100
+"""Of a fit, however large the model is."""
+
 
 class Best:
     """The fastest simulated placements of a search, and who proposed them."""
@@ -185,11 +202,18 @@ class Rounds:
         """Fits the costs to all that was measured so far."""
         real = self.real
         assert self.calibration is not None
-        known = {p: real.pooled(p).mean_seconds for p in real.samples if real.pooled(p).ok}
-        if len(known) >= 3:
+        references = [p for found in real.references.values() for p in found]
+        wanted = dict.fromkeys([*references, *real.best_placements(_FITTED)])
+        measured = {p: real.pooled(p) for p in list(wanted)[:_FITTED] if p in real.samples}
+        seconds = {p: pooled.mean_seconds for p, pooled in measured.items() if pooled.ok}
+        if len(seconds) >= 3:
+            tries = max(_LEAST_TRIES, _FIT_WORK / (len(seconds) * real.problem.graph.num_ops))
             self.calibration = self._kept(
-                corrected(real.problem, self.calibration, list(known), list(known.values()))
-            )
+                corrected(
+                    real.problem, self.calibration, list(seconds), list(seconds.values()),
+                    most_tries=tries,
+                )
+            )  # fmt: skip
 
     def found(self) -> Calibration | None:
         """What was found out about costs, where that is anything."""
@@ -203,8 +227,7 @@ class Rounds:
         the best of what was found is measured. Gives the problem under the costs as they are."""
         real = self.real
         self.correct()
-        candidates = self._candidates(seconds, real.seed, methods=self.config.chosen)
-        real.measure(candidates, leave=real.runs_reserved)
+        self._measure(self._candidates(seconds, real.seed, methods=self.config.chosen))
         assert self.calibration is not None
         return self.calibration.problem(real.problem)
 
@@ -213,11 +236,21 @@ class Rounds:
         real = self.real
         new = self._candidates(self._simulate_seconds(), real.seed + real.progress.trials)
         best = real.best_placements(1)
-        measured = real.measure(new, leave=real.runs_reserved)
+        measured = self._measure(new)
         # In turns with the best so far, whose time is the one that counts.
         if measured and best and best[0] not in dict(new):
             real.measure([(best[0], "")], leave=real.runs_reserved)
         return bool(measured)
+
+    def _measure(self, candidates: Sequence[tuple[Placement, str]]) -> dict[Placement, Run]:
+        """Runs them, but no more after the first few where none of these could run: the others are
+        their like."""
+        real = self.real
+        few = max(self.config.rounds.candidates, real.evaluator.parallel)
+        runs = real.measure(candidates[:few], leave=real.runs_reserved)
+        if any(run.measurement.ok for run in runs.values()):
+            runs |= real.measure(candidates[few:], leave=real.runs_reserved)
+        return runs
 
     def _candidates(
         self, seconds: float, seed: int, methods: registry.Chosen | None = None
@@ -248,9 +281,15 @@ class Rounds:
             near = any(np.sum(placement.devices != other.devices) < apart for other in chosen)
             if placement not in real.samples and not near:
                 chosen[placement] = simulated.found_by[placement]
-            if len(chosen) == rounds.candidates:
+            if len(chosen) == self._num_candidates(seconds):
                 break
         return list(chosen.items())
+
+    def _num_candidates(self, simulated_seconds: float) -> int:
+        """As many as are run in about the time that was simulated."""
+        each, least = self.real.run_seconds, self.config.rounds.candidates
+        many = simulated_seconds / each if each else 0.0
+        return int(min(max(least, many), _MOST_CANDIDATES * least))
 
     def _placers(
         self, under: Problem, budget: Budget, seed: int, methods: registry.Chosen | None
@@ -283,5 +322,6 @@ class Rounds:
 
     def _simulate_seconds(self) -> float:
         real, rounds = self.real, self.config.rounds
-        left = real.seconds_left - real.runs_reserved * real.run_seconds
-        return max(1.0, min(rounds.simulate_seconds, rounds.simulate_share * left))
+        left = max(0.0, real.seconds_left - real.runs_reserved * real.run_seconds)
+        usual = max(1.0, min(rounds.simulate_seconds, rounds.simulate_share * left))
+        return min(usual, _LAST_SHARE * left)  # what it finds has to be measured, too
