@@ -34,7 +34,7 @@ _OF_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.+?) *$")
 _BEGUN = re.compile(r"^\S+\.py::\S+")
 ALONE = ("test_faults",)
 """Files that take all memory of the GPU, or look at how much of it is free."""
-_BESIDE = 3
+_BESIDE = 4
 """Tests of one file at a time."""
 _OUTCOMES = {"PASSED": PASSED, "XPASS": PASSED, "SKIPPED": SKIPPED, "XFAIL": SKIPPED}
 """As pytest says it; anything else has failed."""
@@ -169,10 +169,11 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
     code, date = digest(), datetime.date.today().isoformat()
     rows = {row["test"]: row for row in read_csv(output / "checks.csv") if row["code"] == code}
     fresh = {"outcome": NOT_RUN, "date": "", "hardware": "", "code": code}
-    rows = {test: rows.get(test) or {"test": test, **fresh} for test in collected(files)}
+    wanted = collected(files)
+    rows |= {test: rows.get(test) or {"test": test, **fresh} for test in wanted}
     waiting: dict[str, list[str]] = {}
-    for test, row in rows.items():
-        if row["outcome"] != PASSED:
+    for test in wanted:
+        if rows[test]["outcome"] != PASSED:
             waiting.setdefault(test.partition("::")[0], []).append(test)
     alone = {file: waiting.pop(file) for file in list(waiting) if _is_alone(file)}
     for files_at_once in (waiting, alone):
@@ -192,7 +193,7 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
         encoding="utf-8",
     )
     print(said, flush=True)
-    came = {row["outcome"] for row in rows.values()}
+    came = {rows[test]["outcome"] for test in wanted}
     return MORE if NOT_RUN in came else 1 if FAILED in came else 0
 
 
