@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from placewright.backends.pytorch.streams import kernels, own, passes, schedule
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.built import Lowered, build, lower
-from placewright.backends.pytorch.streams.device import Cpu, OneAfterAnother, Turns
+from placewright.backends.pytorch.streams.device import Cpu, Gpu, OneAfterAnother, Turns
 from placewright.backends.pytorch.streams.groups import Fusion, Grouped, group
 from placewright.backends.pytorch.streams.issue import Run, issue
 from placewright.backends.pytorch.streams.net import Net, UnsuitableError, trace
@@ -318,9 +319,10 @@ def test_outputs_in_memory_that_stays_are_handed_out_as_others_are(copies: bool)
     for _ in range(3):
         now = inputs()
         with torch.no_grad():
-            got, wanted = built(now), model(*now)
-            torch.utils._pytree.tree_map(assert_equal, got, wanted)
-            torch.utils._pytree.tree_map(assert_equal, plain(now), wanted)
+            wanted = model(*now)
+        got = built(now)  # where gradients are wanted of others
+        torch.utils._pytree.tree_map(assert_equal, got, wanted)
+        torch.utils._pytree.tree_map(assert_equal, plain(now), wanted)
         assert got[2] is now[1]
         seen.append((got, wanted))
     for got, wanted in seen[:-1] if copies else ():
@@ -982,6 +984,103 @@ def test_streams_are_those_of_nobody_else(monkeypatch: pytest.MonkeyPatch) -> No
     free = holder.pop().own
     gc.collect()
     assert own.Lease(0).own is free
+
+
+def test_memory_for_workspaces_is_that_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        done.append(index)
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(own, "new_stream", lambda index: object())
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: done.append("memory"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: done.append("matrix"))
+    own.OwnStreams(1)
+    assert done == [1, "memory", "matrix", "end"]
+
+    def refuses() -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support createOrIncrefPool. If you")
+
+    monkeypatch.setattr(torch.cuda, "MemPool", refuses)
+    with pytest.raises(
+        UnsuitableError, match=r"apart: .* does not yet support createOrIncrefPool$"
+    ):
+        own.OwnStreams(1)
+
+
+class Captures:
+    """Torch's graphs and streams, on a GPU that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.collects: list[bool] = []
+        """Whether the garbage collector was on, whenever something was done."""
+        self.pools: list[Any] = []
+        """Of the captures."""
+        self.gpu = Gpu(index=0)
+        self.gpu._lease = SimpleNamespace(own=self)  # type: ignore[assignment]
+        nothing: Any = lambda *_: contextlib.nullcontext()  # noqa: E731
+        for name in ("stream", "synchronize", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, nothing)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+
+    def streams(self, count: int) -> list[Any]:
+        return [None] * count
+
+    def hold_workspaces(self) -> None:
+        self.collects.append(gc.isenabled())
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.collects.append(gc.isenabled())
+        self.pools.append(pool)
+
+    def capture_end(self) -> None:
+        self.collects.append(gc.isenabled())
+
+
+def test_no_graph_goes_between_its_workspaces_and_what_uses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When one goes, torch lets go of the workspaces of its stream."""
+    there = Captures(monkeypatch)
+
+    def body() -> None:
+        there.collects.append(gc.isenabled())
+
+    def fails() -> None:
+        raise RuntimeError("an op that cannot be captured")
+
+    assert gc.isenabled()
+    there.gpu._warm(body, 2)
+    assert there.collects == [False] * 3
+    there.gpu._capture(body)
+    assert there.collects == [False] * 7
+    for run in (lambda: there.gpu._warm(fails, 1), lambda: there.gpu._capture(fails)):
+        with pytest.raises(RuntimeError, match="cannot be captured"):
+            run()
+        assert gc.isenabled()
+
+
+def test_shared_memory_of_captures_is_kept_though_the_first_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = Captures(monkeypatch)
+
+    def short() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(there, "hold_workspaces", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        there.gpu.capture(lambda: None)
+    monkeypatch.setattr(there, "hold_workspaces", lambda: None)
+    there.gpu.capture(lambda: None)
+    there.gpu.capture(lambda: None)
+    assert there.pools == [there.gpu._pool] * 3  # of what keeps it, and of the two
 
 
 def test_streams_that_there_are_none_of_are_said(

@@ -114,8 +114,9 @@ class Gpu:
 
     def capture(self, body: Callable[[], Any]) -> tuple[Any, Any]:
         """A graph, and what the body left."""
-        if self._pool is None:
-            # The first graph keeps the memory that all captures share: one replay at a time.
+        if self._keeper is None:
+            # The first graph keeps the memory that all captures share: one replay at a time. Where
+            # it could not be captured, torch does not take its handle again.
             self._pool = torch.cuda.graph_pool_handle()
             self._keeper = self._capture(
                 lambda: torch.zeros(1, device=torch.device("cuda", self.index))
@@ -126,10 +127,8 @@ class Gpu:
         """As `torch.cuda.graph`, which gives back all cached memory each time."""
         graph, own = torch.cuda.CUDAGraph(), self.lease().own
         (first,) = own.streams(1)
-        own.hold_workspaces()
-        collecting = gc.isenabled()
-        gc.disable()  # what it finds may call into CUDA what a capture does not allow
-        try:
+        with _nothing_collected():
+            own.hold_workspaces()
             with torch.cuda.stream(first):
                 # Other threads of the user's may use CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -138,9 +137,6 @@ class Gpu:
                 finally:
                     torch.cuda.set_stream(first)
                     graph.capture_end()
-        finally:
-            if collecting:
-                gc.enable()
         return graph, made
 
     def seconds_of(self, run: Run, inputs: Sequence[Any]) -> float:
@@ -181,10 +177,11 @@ class Gpu:
 
     def _warm(self, body: Callable[[], Any], count: int) -> None:
         own = self.lease().own
-        own.hold_workspaces()
-        with torch.cuda.stream(own.streams(1)[0]):
-            for _ in range(count):
-                body()
+        with _nothing_collected():
+            own.hold_workspaces()
+            with torch.cuda.stream(own.streams(1)[0]):
+                for _ in range(count):
+                    body()
         torch.cuda.synchronize()
 
     def ready(
@@ -279,6 +276,20 @@ class Gpu:
             (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times))
             for times in found.values()
         ]
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What the garbage collector finds may call into CUDA what a capture does not allow. And with a
+    graph torch lets go of the workspaces of its stream: what runs there next would get others, from
+    memory that is everybody's."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Streams:

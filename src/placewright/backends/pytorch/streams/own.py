@@ -7,7 +7,9 @@ they are handed out in turn; and whoever clears the table, as torch.compile does
 gives the memory to whoever asks for some next. So graphs are captured on streams that are not
 torch's, and their workspaces come from memory that is only for these: cleared ones go back there.
 
-The table itself is never cleared here: graphs that others have captured may depend on it.
+The table itself is never cleared here: graphs that others have captured may depend on it. But newer
+versions of torch clear a stream's part of it whenever a graph that was captured on it is gone, so
+that workspaces have to be seen to before each capture, and none may go meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from placewright.backends.pytorch.exporting import first_line
 from placewright.backends.pytorch.streams.net import UnsuitableError
 
 
@@ -28,10 +31,13 @@ class OwnStreams:
     def __init__(self, index: int) -> None:
         self.index = index
         self._streams: list[Any] = []
-        self._memory = torch.cuda.MemPool()
-        at = torch.device("cuda", index)
-        self._matrix = torch.zeros(16, 16, device=at, dtype=torch.float16)
         self.streams(1)
+        with torch.cuda.device(index):  # the memory is that of the current one
+            try:
+                self._memory = torch.cuda.MemPool()
+            except RuntimeError as fault:  # not every allocator has some: cudaMallocAsync has none
+                raise UnsuitableError(f"torch keeps no memory apart: {first_line(fault)}") from None
+            self._matrix = torch.zeros(16, 16, device="cuda", dtype=torch.float16)
 
     def streams(self, count: int) -> list[Any]:
         """So many of them; the same ones each time."""
