@@ -122,3 +122,30 @@ def test_a_child_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
         assert child.ended() == "ended with exit code 7"
     finally:
         child.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="flags of processes are told there alone")
+def test_a_child_that_still_gives_its_memory_back_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text(
+        "import mmap, time\n"
+        "memory = mmap.mmap(-1, 256 << 20)\n"
+        "for place in range(0, len(memory), mmap.PAGESIZE):\n"
+        "    memory[place] = 1\n"
+        "print('there', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    child = Child("large", {}, seconds=5.0, environment={"PYTHONPATH": path})
+    try:
+        until = time.monotonic() + 20.0
+        while "there" not in child.last_words() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGKILL)
+        flags = 0
+        while not flags & 4 and time.monotonic() < until:
+            stat = Path(f"/proc/{child.pid}/stat").read_text(encoding="utf-8")
+            flags = int(stat.rpartition(")")[2].split()[6])
+        assert flags & 4, "it should be on its way"
+        assert child.ended() == "was killed by signal 9 (SIGKILL)"
+    finally:
+        child.kill()

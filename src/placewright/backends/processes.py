@@ -36,6 +36,9 @@ _MOST_ANSWER_BYTES = 1 << 30
 _ENDING_SECONDS = 30.0
 """For what a process leaves behind to be cleared away."""
 
+_PF_EXITING = 0x4
+"""Among Linux's flags of a process: it is being taken down."""
+
 _MOST_LOG_BYTES = 1 << 20
 """Of a log, read at a time."""
 
@@ -157,12 +160,13 @@ class Child:
         return f"ended with exit code {code}"
 
     def _is_ending(self) -> bool:
-        """Whether its first thread is gone, and only others are left."""
+        """Whether its first thread is gone, or gives back what all of them had."""
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8")
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8")
         except OSError:  # not Linux, or it is gone
             return False
-        return state.rpartition(")")[2].split()[0] == "Z"
+        fields = stat.rpartition(")")[2].split()
+        return fields[0] == "Z" or bool(int(fields[6]) & _PF_EXITING)
 
     def last_words(self, lines: int = 3) -> str:
         """The end of its log, in one line."""
