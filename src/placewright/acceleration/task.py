@@ -97,6 +97,8 @@ class SearchTask:
         """Of what runs meanwhile nothing is left: random numbers go on as if it had not, and what
         is made can be written to by calls that are not in inference mode."""
         devices = [self.device.index] if isinstance(self.device, Gpu) else []
+        if devices:
+            forget_memory()  # while it captures, torch gives back nothing of what it keeps
         with torch.random.fork_rng(devices=devices), torch.inference_mode(False):
             yield
 

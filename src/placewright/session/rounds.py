@@ -324,4 +324,5 @@ class Rounds:
         real, rounds = self.real, self.config.rounds
         left = max(0.0, real.seconds_left - real.runs_reserved * real.run_seconds)
         usual = max(1.0, min(rounds.simulate_seconds, rounds.simulate_share * left))
-        return min(usual, _LAST_SHARE * left)  # what it finds has to be measured, too
+        # What it finds has to be measured, too; a budget of nothing is none.
+        return max(0.01, min(usual, _LAST_SHARE * left))

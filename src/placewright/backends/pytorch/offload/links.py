@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from placewright.backends.pytorch.offload.values import tensors_in
+from placewright.backends.pytorch.streams.net import UnsuitableError
+from placewright.backends.pytorch.streams.own import OwnStreams
 from placewright.errors import PlacementError
 from placewright.units import format_bytes
 
@@ -175,7 +177,10 @@ class CudaLink(Link):
         graph = _cuda.CUDAGraph()
         if self._pool is None:
             self._pool = _cuda.graph_pool_handle()
-        stream = _capturing(self.device)
+        own = _own_streams(self.device)
+        if own is not None:
+            own.hold_workspaces()
+        (stream,) = own.streams(1) if own is not None else [_stream(self.device)]
         _cuda.synchronize(self.device)
         with _cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -197,8 +202,18 @@ class CudaLink(Link):
 
 
 @functools.cache
-def _capturing(device: torch.device) -> Any:
-    # One for all captures: libraries take memory for each stream that they work on.
+def _own_streams(device: torch.device) -> OwnStreams | None:
+    """The same for all captures, as libraries take memory for each stream that they work on: memory
+    that is theirs, also when one of several graphs goes."""
+    try:
+        return OwnStreams(_cuda.current_device() if device.index is None else device.index)
+    except UnsuitableError as fault:
+        logger.info("captured units share workspaces with what else runs: %s", fault)
+        return None
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
     return _cuda.Stream(device)
 
 
