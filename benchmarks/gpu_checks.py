@@ -1,8 +1,8 @@
 """All checks that need a GPU, in one go: `python -m benchmarks.gpu_checks`.
 
 Runs the tests that are marked `gpu`, a process for each file and all at once (they check what is
-right, not what is fast) but for those that take all memory of the GPU, which come last and alone,
-and prints a short table. `checks.csv` has a line for each test: what came
+right, not what is fast) but for those that compare times or take all memory of the GPU, which come
+last and one at a time, and prints a short table. `checks.csv` has a line for each test: what came
 of it, when, on what, and of which code (a digest of the package and the tests). A test that passed
 with this very code is not run again, so that the same command goes on where its time ended; then it
 exits with 3. `benchmarks/results/gpu_checks` says when and where they last passed.
@@ -32,8 +32,8 @@ _RESULT = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: 
 _OF_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.+?) *$")
 """The same, of a test that ran beside others."""
 _BEGUN = re.compile(r"^\S+\.py::\S+")
-ALONE = ("test_faults",)
-"""Files that take all memory of the GPU, or look at how much of it is free."""
+ALONE = ("test_times", "test_faults")
+"""Files that compare times, or take all memory of the GPU."""
 _BESIDE = 4
 """Tests of one file at a time."""
 _OUTCOMES = {"PASSED": PASSED, "XPASS": PASSED, "SKIPPED": SKIPPED, "XFAIL": SKIPPED}
@@ -175,8 +175,8 @@ def check(tests: Sequence[str], output: Path, seconds: float, hardware: str, beg
     for test in wanted:
         if rows[test]["outcome"] != PASSED:
             waiting.setdefault(test.partition("::")[0], []).append(test)
-    alone = {file: waiting.pop(file) for file in list(waiting) if _is_alone(file)}
-    for files_at_once in (waiting, alone):
+    alone = [{file: waiting.pop(file)} for file in list(waiting) if _is_alone(file)]
+    for files_at_once in (waiting, *alone):
         found = run(files_at_once, output, seconds - (time.monotonic() - began))
         for test, outcome in (pair for of in found.values() for pair in of.items()):
             rows[test] = {

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
 
 import placewright.backends as backends
 from placewright import calibration
 from placewright.backends.base import LoadOptions
 from placewright.backends.pytorch import TorchRunConfig
-from placewright.backends.pytorch.demands import GraphTimer
 from placewright.backends.pytorch.program import TorchProgram
 from placewright.backends.pytorch.runner import TorchRunner
 from placewright.cluster import chosen
@@ -30,32 +25,6 @@ def rnnlm() -> TorchProgram:
     program = backends.get("pytorch").load("rnnlm", LoadOptions(scale="small"))
     assert isinstance(program, TorchProgram)
     return program
-
-
-@pytest.fixture(scope="module")
-def timer() -> GraphTimer:
-    return GraphTimer([torch.cuda.Stream() for _ in range(4)])
-
-
-@pytest.mark.parametrize(
-    ("make", "least", "most"),
-    [
-        # Products that fill the GPU take as long side by side as one after another.
-        (lambda: torch.randn(4096, 4096, device="cuda"), 0.8, 1.2),
-        # A few hundred numbers leave nearly all of it free.
-        (lambda: torch.randn(16, 16, device="cuda"), 0.2, 0.6),
-    ],
-)
-def test_four_streams_at_once(
-    timer: GraphTimer, make: Callable[[], Any], least: float, most: float
-) -> None:
-    tensor = make()
-    tensor @ tensor  # cuBLAS cannot be set up while something is captured
-    one = timer.seconds(lambda: tensor @ tensor, 1)
-    four = timer.seconds(lambda: tensor @ tensor, 4)
-    assert one is not None
-    assert four is not None
-    assert least < four / (4 * one) < most
 
 
 @pytest.mark.parametrize("names", ["cuda:0/stream:0-3", "cuda:0/part:0-3"])

@@ -21,6 +21,7 @@ from placewright.backends.pytorch.hardware import CudaHardware
 from placewright.backends.pytorch.lanes import Lanes, Ledger, OverLimitError
 from placewright.backends.pytorch.places import OpenedGpus, Place, Streams
 from placewright.backends.pytorch.steps import Call, Ref, Source, Step, Update, Write
+from placewright.errors import PlacementError
 
 
 @dataclass
@@ -331,6 +332,23 @@ def test_any_placement_gives_the_same_and_reads_nothing_that_was_overwritten(
             opened.close()
     assert Checked.freed > 20 or names == "cc"
     assert Accesses.changed > 5 or names == "cc"
+
+
+def test_an_update_is_where_its_parameter_is() -> None:
+    """Elsewhere it would change another tensor, and nobody would notice but by the losses."""
+    rng = random.Random(0)
+    step = random_step(rng, 14)
+    while not step.updates:
+        step = random_step(rng, 14)
+    opened = Opened(places("gc"), Immediate([0] * 2))
+    try:
+        op_places = [0] * (step.num_values + len(step.updates))
+        prepared = prepare(step, {}, [0] * len(op_places), opened)
+        op_places[step.updates[0].op] = 1
+        with pytest.raises(PlacementError, match="a parameter is on g0 and its update on c1"):
+            Execution(prepared, opened, op_places, direct=[[False] * 2] * 2)
+    finally:
+        opened.close()
 
 
 @pytest.mark.parametrize("names", ["gg", "ss", "sss", "ssc"])

@@ -43,7 +43,7 @@ from placewright.backends.pytorch.steps import Step, Update
 from placewright.backends.pytorch.values import Values
 from placewright.backends.pytorch.workers import CpuWorker
 from placewright.backends.pytorch.works import Learned, Work, make_call, store
-from placewright.errors import PlacewrightError
+from placewright.errors import PlacementError, PlacewrightError
 from placewright.units import format_bytes
 
 MAIN = 0
@@ -261,7 +261,14 @@ class Execution:
     def _updates_by_place(self) -> dict[int, tuple[list[Update], Callable[..., None]]]:
         by_place: dict[int, list[Update]] = {}
         for update in self._of.step.updates:
-            by_place.setdefault(self._place_of_op[update.op], []).append(update)
+            number, home = self._place_of_op[update.op], self.routes.home[update.parameter]
+            if self._places[number].torch_device != self._places[home].torch_device:
+                # Groups keep them together; apart, another tensor than the parameter would change.
+                raise PlacementError(
+                    f"a parameter is on {self._places[home].name} and its update on "
+                    f"{self._places[number].name}; they have to be together"
+                )
+            by_place.setdefault(number, []).append(update)
         return {
             number: (updates, self._of.values.updater(self._places[number].torch_device, updates))
             for number, updates in by_place.items()
