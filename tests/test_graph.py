@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from placewright.cluster import Cluster
 from placewright.errors import ModelError
 from placewright.graph import Edge, Graph, Loop, Op, Tensor, Work, from_json, to_json
+from placewright.problem import make_problem
 from tests.strategies import graphs
 
 
@@ -107,6 +109,21 @@ def test_a_change_changes_the_fingerprint() -> None:
         fields = {key: getattr(ops[2], key) for key in Op.__dataclass_fields__} | change
         seen.add(Graph.from_ops("chain", [*ops[:2], Op(**fields)], chain().edges()).fingerprint)
     assert len(seen) == 5
+
+
+def test_what_ops_were_measured_to_take_is_not_what_graph_it_is() -> None:
+    ops = list(chain().ops())
+    fields = {key: getattr(ops[2], key) for key in Op.__dataclass_fields__}
+    timed = [
+        Graph.from_ops(
+            "chain", [*ops[:2], Op(**fields | {"seconds": {"cpu": seconds}})], chain().edges()
+        )
+        for seconds in (0.1, 0.2)
+    ]
+    assert timed[0].fingerprint == timed[1].fingerprint == chain().fingerprint
+    problems = [make_problem(graph, Cluster.load("cpu2")) for graph in timed]
+    assert problems[0].space == problems[1].space
+    assert problems[0] != problems[1]  # simulated times are others
 
 
 def document(**changes: Any) -> dict[str, Any]:

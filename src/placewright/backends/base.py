@@ -313,6 +313,10 @@ class Backend(Protocol):
         """Why placements on this cluster cannot be measured from here; empty when they can."""
         return why_not_here(cluster)
 
+    def why_not_measured(self, program: Program) -> str:
+        """Why this program cannot be measured anywhere; empty when it can."""
+        return ""
+
     def device_names(
         self, names: Sequence[str], given: Mapping[str, str] | None = None
     ) -> dict[str, str]:

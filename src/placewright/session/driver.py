@@ -135,7 +135,7 @@ class Session:
             # Trials alone are mostly meant for the simulator, and so are workers.
             if not can or team or self.pool is not None or limits.seconds is None:
                 return SIMULATE
-            reason = unaffordable(self.problem, limits)
+            reason = self._why_not_measured() or unaffordable(self.problem, limits)
             if reason:
                 logger.warning("simulated only: %s (evaluate=%r measures anyway)", reason, BOTH)
                 return SIMULATE
@@ -146,6 +146,12 @@ class Session:
                 "workers only"
             )
         return wanted
+
+    def _why_not_measured(self) -> str:
+        if self.machine is None:
+            return ""
+        program = self.machine.program
+        return backends.get(program.backend).why_not_measured(program)
 
     def _evaluator(self, opened: contextlib.ExitStack) -> Evaluator:
         """What tries placements, started before the clock of the search is."""

@@ -28,7 +28,9 @@ from placewright.backends.pytorch.steps import Step
 from placewright.cluster import Cluster
 from placewright.errors import ClusterError, WorkerError
 from placewright.measurement import Outcome
-from placewright.session.config import How
+from placewright.problem import make_problem
+from placewright.session.config import How, Machine, SearchConfig
+from placewright.session.driver import Session
 from placewright.testing import check_runner
 
 
@@ -170,7 +172,7 @@ def test_inference_with_attention_returns_what_the_module_does() -> None:
             assert run.misplaced == ()
 
 
-def test_a_module_that_is_no_graph_cannot_be_measured() -> None:
+def test_a_module_that_is_no_graph_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
     class Branches(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,6 +184,33 @@ def test_a_module_that_is_no_graph_cannot_be_measured() -> None:
 
     program = read_program(TorchModel(Branches(), Inputs((torch.ones(2, 4),))))
     with pytest.raises(WorkerError, match="Branches cannot be measured"):
+        backends.get("pytorch").runner(program, Cluster.load("cpu2"))
+    # Where nobody has asked for real runs, there are none.
+    session = Session(
+        make_problem(program.graph, Cluster.load("cpu2")), SearchConfig(budget=60.0),
+        machine=Machine(program),
+    )  # fmt: skip
+    assert session.evaluate == "simulate"
+    assert "simulated only: it cannot be exported as one graph" in caplog.text
+
+
+def test_an_op_of_another_library_is_placed_and_not_measured() -> None:
+    @torch.library.custom_op("placewright_runner::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = twice(x)
+            return y
+
+    program = read_program(TorchModel(Doubled(), Inputs((torch.ones(2, 4),))))
+    assert [bool(f) for f in np.isnan(program.graph.flops)].count(True) == 1
+    with pytest.raises(WorkerError, match="it calls placewright_runner::twice, which is no op of"):
         backends.get("pytorch").runner(program, Cluster.load("cpu2"))
 
 

@@ -32,7 +32,7 @@ from placewright.backends.pytorch.exporting import (
     storages,
     training_graph,
 )
-from placewright.backends.pytorch.flops import flops_of, op_name, work_of
+from placewright.backends.pytorch.flops import flops_of, is_foreign, op_name, work_of
 from placewright.backends.pytorch.steps import Source, Step, make_step
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, DisjointSets, Edge, Graph, Op, Tensor, Work
@@ -692,7 +692,7 @@ def kernels_of(target: Any) -> tuple[str, ...] | None:
     Whether torch's own have a CUDA kernel cannot be asked of a build for the CPU, and the few that
     have none are those that replace another on the CPU only.
     """
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
+    if not is_foreign(target):
         return None
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     name = target._schema.name  # with the namespace

@@ -74,8 +74,10 @@ _PER_ELEMENT = {
 _POOL = re.compile(r"^(max|avg)_pool[123]d(_with_indices)?(_backward)?$")
 _ADAPTIVE = re.compile(r"adaptive_(avg|max)_pool[123]d(_backward)?$")
 _CONV = re.compile(r"conv")
+_GROUPED = ("_grouped_mm", "grouped_mm_fallback")
+"""Products of experts: torch's, and what transformers does where that has no kernel."""
 _MATMUL = re.compile(
-    r"^(mm|bmm|addmm|baddbmm|_grouped_mm|.*scaled_dot_product.*|mkldnn_rnn_layer(_backward)?"
+    r"^(mm|bmm|addmm|baddbmm|_grouped_mm|grouped_mm_fallback|.*scaled_dot_product.*|mkldnn_rnn_layer(_backward)?"
     r"|linear|matmul|_scaled_mm|addmv|mv|dot|.*flex_attention.*)$"
 )
 
@@ -85,6 +87,15 @@ def op_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return str(getattr(target, "__name__", target))
+
+
+def is_foreign(target: Any) -> bool:
+    """Whether an op is not torch's own: another library has registered it in this process, and what
+    it does is not known."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
+
+
+_OWN = ("aten", "prims")
 
 
 def work_of(target: Any, view: bool) -> Work:
@@ -100,8 +111,8 @@ def work_of(target: Any, view: bool) -> Work:
     return Work.MEMORY
 
 
-def flops_of(node: torch.fx.Node) -> float:
-    """Of a node whose arguments are nodes with fake tensors."""
+def flops_of(node: torch.fx.Node) -> float | None:
+    """Of a node whose arguments are nodes with fake tensors; None where nobody knows."""
     name = op_name(node.target)
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     value = node.meta.get("val")
@@ -110,14 +121,16 @@ def flops_of(node: torch.fx.Node) -> float:
         return float(flop_registry[packet](*args, **kwargs, out_val=value))
     inputs = _shapes((args, kwargs))
     outputs = _shapes(value)
+    if name in _GROUPED:
+        return 2.0 * math.prod(outputs[0]) * inputs[0][-1]
+    if is_foreign(node.target):
+        return None
     if name in _MOVES:
         return 0.0
     if "scaled_dot_product" in name:
         return _attention(name, inputs)
     if name.startswith("mkldnn_rnn_layer"):
         return _recurrent(name, inputs)
-    if name == "_grouped_mm":
-        return 2.0 * math.prod(outputs[0]) * inputs[0][-1]
     if name in _REDUCTIONS:
         return float(math.prod(inputs[0])) if inputs else 0.0
     if name in _PER_ELEMENT:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from placewright.backends import get
 from placewright.backends.links import Pair, routes_to_time, solved
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
@@ -36,11 +37,9 @@ class TorchRunner(ProcessRunner):
 
     def _begin(self) -> None:
         program = self.program
-        if program.step is None:
-            raise WorkerError(
-                f"{program.model} cannot be measured: "
-                + (program.why_no_step or "it could not be exported as one graph")
-            )
+        reason = get("pytorch").why_not_measured(program)
+        if reason:
+            raise WorkerError(f"{program.model} cannot be measured: {reason}")
         self.places = places_of(self.cluster)
         gpus = {place.device for place in self.places if place.on_gpu}
         if self._captures and len(gpus) > 1:

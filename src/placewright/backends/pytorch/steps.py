@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import MODEL
+from placewright.backends.pytorch.flops import is_foreign
 from placewright.errors import ModelError
 
 Node = torch.fx.Node
@@ -243,6 +244,12 @@ def make_step(
         if node in source_of:
             sources.append(dataclasses.replace(source_of[node], value=count))
         elif node.op == "call_function" and node in alive and node in op_of_node:
+            if is_foreign(node.target):
+                name = node.target._schema.name
+                raise ModelError(
+                    f"it calls {name}, which is no op of torch itself, and which the process that "
+                    "measures does not know"
+                )
             if node.target is torch.ops.aten.detach.default:  # the same tensor: no call at all
                 number[node] = number[node.all_input_nodes[0]]
                 continue

@@ -211,6 +211,12 @@ def record(model: torch.nn.Module, workload: Workload, whole: Collection[str] = 
             f"{type(model).__name__} has no module of class {strange[0]!r}; it has "
             f"{', '.join(sorted(classes))}"
         )
+    continues = any(call.continues is not None for call in workload.calls.values())
+    if continues and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} has an encoder and a decoder; what `generate` calls of these "
+            "is not known here: give the calls themselves, as {name: (inputs, weight)}"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = fake_copy(model, mode)
     paths = list(units_of(model, None, whole).order)
