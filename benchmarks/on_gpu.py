@@ -9,7 +9,8 @@
 
 The parts are the benchmarks of PARTS, the most important first, each with a share of the time. Each
 is a process with a time box, so that whatever breaks, the others run. Results grow in a folder of
-their own (`--work`), where the next call goes on. The output is flat and small: an archive for each
+their own (`--work`), where the next call goes on; so it does with the runs that are among the kept
+results. The output is flat and small: an archive for each
 part, of at most LARGEST_BYTES, written whenever the part has run, and a list of the calls. What
 does not fit is left out, the largest files first, and named in the table at the end. What the
 measurements say is found out by `--keep`, which needs no GPU.
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +41,8 @@ LARGEST_BYTES = 7_000_000
 KEPT_BYTES = 400_000
 """Larger files, and journals, are not kept with the results."""
 KEPT = (".csv", ".md", ".svg")
+RAW = "raw"
+"""A folder of runs that a benchmark can go on with, which is kept whole."""
 LEAST_SECONDS = 20.0
 """Less time is not worth a start."""
 GRACE_SECONDS = 8.0
@@ -223,6 +227,14 @@ def unpack(folder: Path, work: Path) -> None:
         (work / RUNS).write_bytes(runs.read_bytes())
 
 
+def go_on(parts: Iterable[Part], work: Path, results: Path) -> None:
+    """What is kept of runs, not only of what they say, is not measured again."""
+    for part in parts:
+        kept, raw = results / part.name / RAW, work / part.name / RAW
+        if kept.is_dir() and not raw.exists():
+            shutil.copytree(kept, raw)
+
+
 def keep(parts: Iterable[Part], work: Path, results: Path) -> list[Path]:
     """Tables, pages and figures of what was measured, among the results of the benchmarks."""
     kept = []
@@ -230,9 +242,10 @@ def keep(parts: Iterable[Part], work: Path, results: Path) -> list[Path]:
         if afterwards and (work / name).is_dir():
             command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(work / name)]
             subprocess.run([*command, *afterwards], check=True)
-        for path in sorted((work / name).glob("*")):
-            if path.suffix in KEPT and path.stat().st_size <= KEPT_BYTES:
-                target = results / name / path.name
+        found = [path for path in (work / name).glob("*") if path.suffix in KEPT]
+        for path in sorted([*found, *(work / name / RAW).glob("*")]):
+            if path.stat().st_size <= KEPT_BYTES:
+                target = results / name / path.relative_to(work / name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
                 kept.append(target)
@@ -294,6 +307,7 @@ def main() -> int:
             left_out[part.name] = pack(folder, output / f"{part.name}.zip")
             (output / RUNS).write_bytes((options.work / RUNS).read_bytes())
 
+        go_on(parts, options.work, RESULTS)
         for part in parts:  # of earlier calls
             if (options.work / part.name).is_dir():
                 bring_back(part)

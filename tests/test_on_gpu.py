@@ -143,6 +143,20 @@ def test_tables_are_kept_and_journals_are_not(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "part" / "x.csv").read_text() == "x"
 
 
+def test_a_fresh_machine_goes_on_with_the_runs_that_are_kept(tmp_path: Path) -> None:
+    part, work, results = Part("part", (), 1.0), tmp_path / "work", tmp_path / "results"
+    raw = work / "part" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "a.json.gz").write_bytes(b"runs")
+    on_gpu.keep([part], work, results)
+    on_gpu.go_on([part], tmp_path / "fresh", results)
+    again = tmp_path / "fresh" / "part" / "raw" / "a.json.gz"
+    assert again.read_bytes() == b"runs"
+    again.write_bytes(b"more")
+    on_gpu.go_on([part], tmp_path / "fresh", results)
+    assert again.read_bytes() == b"more"
+
+
 def test_every_part_knows_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is wrong with them would be found out on a machine that costs money."""
     import argparse
