@@ -45,13 +45,13 @@ def check_output(
     path: str | Path,
     kind: Kind | None = None,
     *,
-    reads: Iterable[str | None] = (),
+    reads: Iterable[object] = (),
     own: Path | None = None,
 ) -> None:
     """Raises where a file must not be written, before anything is done: one that is there is
     replaced only by another of its kind, and never where it is a run's or one of those that the
     command reads. Without a kind it is never replaced. `own` is the file of a run that the command
-    is there to write.
+    is there to write; what it reads may also be other things than files.
     """
     target = Path(path)
     begun = any((target.parent / name).is_file() for name in (*BEGUN, PLAN_FILE))
@@ -64,13 +64,13 @@ def check_output(
         check_new(target, UsageError)
     if not os.path.lexists(target):
         return
-    if any(source is not None and _same(target, source) for source in reads):
+    if any(isinstance(s, str | Path) and _same(target, s) for s in reads):
         raise UsageError(f"{path}: is what the command reads; choose another name")
     if kind is not None and not (target.is_file() and kind.matches(_content(target))):
         raise UsageError(f"{path}: is there already and is not {kind.name}; choose another name")
 
 
-def _same(path: Path, source: str) -> bool:
+def _same(path: Path, source: str | Path) -> bool:
     return os.path.exists(source) and path.exists() and path.samefile(source)
 
 

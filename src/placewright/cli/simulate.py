@@ -53,7 +53,7 @@ def simulate(
     Example: placewright simulate rnnlm --cluster k80x2 --device gpu:0 --trace trace.json
     """
     if trace is not None:
-        check_output(trace, TRACE, reads=[model, cluster, choice.placement, problem.costs])
+        check_output(trace, TRACE, reads=[model, cluster, choice.placement, *problem.costs])
     machine = Cluster.load(cluster)
     made = common.load_problem(common.load_graph(model, load), machine, problem)
     made, placement = choice.load(made)
