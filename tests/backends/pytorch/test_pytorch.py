@@ -700,5 +700,5 @@ def test_what_is_no_module_is_told(function: Any, settings: dict[str, Any]) -> N
 
 
 def test_a_limit_that_is_no_size_is_told_with_its_argument() -> None:
-    with pytest.raises(ClusterError, match="max_memory={'cpu': 'much'}: give bytes"):
+    with pytest.raises(ClusterError, match=r"max_memory={'cpu': 'much'}: give bytes"):
         pt.plan(nn.Linear(2, 2), torch.ones(1, 2), max_memory={"cpu": "much"})
