@@ -173,6 +173,14 @@ def test_cpus_share_the_cores() -> None:
     assert np.all(two.routes.latency_seconds[~np.eye(2, dtype=bool)] > 0)
 
 
+def test_there_are_no_more_shares_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("placewright.discovery.usable_cores", lambda: 4)
+    assert chosen(["cpu:0-3"]).num_devices == 4
+    for names in (["cpu:0", "cpu:7"], ["cpu:4"], ["cpu:0", "cpu:x"]):
+        with pytest.raises(ClusterError, match=f"no {names[-1]}: .* its 4 usable cores, cpu:0 to"):
+            Cluster.load(f"local:{','.join(names)}")
+
+
 @pytest.mark.usefixtures("h200")
 def test_devices_lists_what_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
     from placewright.cli import main

@@ -504,9 +504,14 @@ _SIZES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**2
           "tib": 2**40, "b": 1, "": 1}  # fmt: skip
 
 
-def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
-    """The cluster with less, or more, memory on some devices."""
-    sizes = {chips.canonical(name): _memory_of(name, size) for name, size in limits.items()}
+def with_memory(
+    cluster: Cluster, limits: Mapping[str, int | str], *, argument: str = "memory"
+) -> Cluster:
+    """The cluster with less, or more, memory on some devices. `argument` is what errors call the
+    limits."""
+    sizes = {
+        chips.canonical(name): _memory_of(name, size, argument) for name, size in limits.items()
+    }
     streamed = {d.chip for d in cluster.devices if d.sharing == chips.STREAM}
     for name in sizes:
         if name not in streamed:
@@ -520,15 +525,15 @@ def with_memory(cluster: Cluster, limits: Mapping[str, int | str]) -> Cluster:
     )
 
 
-def _memory_of(name: str, size: int | str) -> int:
+def _memory_of(name: str, size: int | str, argument: str) -> int:
     text = str(size).strip().lower()
     number = text.rstrip("bikmgt ")
     unit = text[len(number) :].strip()
     try:
         return int(float(number) * _SIZES[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ClusterError(
-            f"max_memory of {name} is {size!r}; give bytes or a text such as '10GiB'"
+            f"{argument}={{{name!r}: {size!r}}}: give bytes or a text such as '10GiB'"
         ) from None
 
 

@@ -115,6 +115,15 @@ def chosen_document(
                 "machine, give a cluster file or a preset such as 'a100x4'"
             )
     cpus = [name for name in names if name.startswith("cpu:")]
+    cores = usable_cores()
+    for name in cpus:
+        number = name.removeprefix("cpu:")
+        if not number.isdecimal() or int(number) >= cores:
+            last = f"to cpu:{cores - 1}" if cores > 1 else "alone"
+            raise ClusterError(
+                f"this machine has no {name}: CPU devices are equal shares of its {cores} usable "
+                f"cores, cpu:0 {last}"
+            )
     host = document["kinds"]["local-cpu"]
     host["memory"] //= max(1, len(cpus))
     for key in ("peak_flops", "memory_bandwidth"):

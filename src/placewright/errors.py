@@ -1,5 +1,10 @@
 """The errors a user can cause. Each message is one line: what, where, the likely cause."""
 
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
 _MOST_CHARACTERS = 500
 """Of a message: what a file holds is quoted in many, and a file may hold a name of a megabyte."""
 
@@ -57,3 +62,24 @@ class MissingExtraError(PlacewrightError):
             f"{feature} needs the optional dependency '{extra}', which is not installed; "
             f"run: pip install 'placewright[{extra}]'"
         )
+
+
+def check_settings(
+    what: str | Callable[..., Any],
+    given: Iterable[str],
+    known: Iterable[str],
+    error: type[PlacewrightError] = SearchError,
+) -> None:
+    """Raises for the first keyword that is not known, with those that look like it. Where `what`
+    is a function its own arguments are known as well."""
+    if not isinstance(what, str):
+        kept = [
+            p.name for p in inspect.signature(what).parameters.values() if p.kind != p.VAR_KEYWORD
+        ]
+        what, known = f"{what.__name__}()", [*known, *kept]
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
+            raise error(f"{what} has no argument {name!r}; {hint}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -32,7 +33,7 @@ from placewright.acceleration import (
 from placewright.backends import check_here
 from placewright.backends.base import RunConfig
 from placewright.backends.pytorch import torch_name
-from placewright.backends.pytorch.exporting import Inputs, Loss, Task
+from placewright.backends.pytorch.exporting import Inputs, Loss, Task, check_module
 from placewright.backends.pytorch.offload.checkpoint import load_checkpoint
 from placewright.backends.pytorch.offload.plan import OffloadPlan
 from placewright.backends.pytorch.offload.planned import PlannedOffload
@@ -42,7 +43,7 @@ from placewright.backends.pytorch.plan import Plan
 from placewright.backends.pytorch.program import TorchModel, TorchProgram, read_program
 from placewright.cluster import Cluster, chosen, with_memory
 from placewright.costs import estimate_costs
-from placewright.errors import PlacementError, SearchError
+from placewright.errors import PlacementError, SearchError, check_settings
 from placewright.measurement import Outcome, Trial
 from placewright.problem import Problem, ProblemConfig, make_problem
 from placewright.session.config import SIMULATE, How, Machine, SearchConfig
@@ -78,6 +79,8 @@ class PlanSettings(TypedDict, total=False):
 
 
 _OF_TASK = frozenset(entry.name for entry in fields(Task))
+_OF_PLAN = _OF_TASK | {e.name for e in fields(SearchConfig)} - {"budget", "op_level"}
+"""Further keywords of `plan`, which says two of the fields in its own way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +150,13 @@ def plan(
     """
     if level not in ("op", "module"):
         raise PlacementError(f"level is {level!r}; there are 'op' and 'module'")
+    check_settings(plan, settings, _OF_PLAN)
     of_task: dict[str, Any] = {n: value for n, value in settings.items() if n in _OF_TASK}
     of_search: dict[str, Any] = {n: value for n, value in settings.items() if n not in _OF_TASK}
     source = model
     if not isinstance(source, TorchModel):
         source = TorchModel(source, Inputs.of(inputs), Task(**of_task))
-    cluster = with_memory(cluster_of(devices), max_memory or {})
+    cluster = with_memory(cluster_of(devices), max_memory or {}, argument="max_memory")
     program = read_program(source)
     problem = problem_of(program, cluster, level)
     config = SearchConfig(
@@ -187,6 +191,7 @@ def plan(
 
 def place(model: torch.nn.Module, inputs: object = (), **settings: Any) -> torch.nn.Module:
     """`plan`, and the module placed accordingly; takes what `plan` takes."""
+    check_settings(place, settings, [*signature(plan).parameters, *_OF_PLAN])
     level = settings.get("level", "op")
     planned = plan(model, inputs, **settings)
     return planned.apply(model, level="module" if level == "module" else None)
@@ -223,6 +228,7 @@ def plan_offload(
         budget: seconds to search, or a text such as `30s`.
         seed: the same gives the same plan.
     """
+    check_module(plan_offload, model)
     names = [chips.canonical(name) for name in memory]
     others = [n for n in names if n != "cpu:0"]
     if len(others) != 1:
@@ -263,6 +269,8 @@ def offload(
             straight to where they live.
         settings: what else `plan_offload` takes.
     """
+    check_settings(offload, settings, signature(plan_offload).parameters)
+    check_module(offload, model)
     planned = plan_offload(model, workload, memory=memory, **settings)
     return planned.apply(model, evaluate=evaluate, checkpoint=checkpoint)
 

@@ -13,7 +13,7 @@ from placewright.acceleration.config import AccelerateConfig
 from placewright.acceleration.modules import accelerated
 from placewright.backends.pytorch.streams.accelerated import Accelerated
 from placewright.backends.pytorch.streams.device import Device, Gpu, Turns
-from placewright.errors import SearchError
+from placewright.errors import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,9 @@ def compile_backend(
     `AccelerateConfig`, given as `options`."""
     settings = dict(settings.pop("options", None) or {}) | settings
     settings.pop("mode", None)
-    names = [entry.name for entry in fields(AccelerateConfig)]
-    strange = next((name for name in settings if name not in names), None)
-    if strange is not None:
-        raise SearchError(
-            f"backend placewright has no option {strange!r}; there are {', '.join(names)}"
-        )
+    check_settings(
+        "backend placewright", settings, [entry.name for entry in fields(AccelerateConfig)]
+    )
     config = AccelerateConfig(**settings)
     tensors = [t for t in example_inputs if isinstance(t, torch.Tensor)]
     reason = ""

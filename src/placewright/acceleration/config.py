@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,7 +14,7 @@ from placewright import methods
 from placewright.backends.pytorch.exporting import Inputs
 from placewright.backends.pytorch.streams.device import Device, Gpu
 from placewright.backends.pytorch.streams.groups import Fusion
-from placewright.errors import SearchError
+from placewright.errors import SearchError, check_settings
 
 EAGER, ONE, STREAMS = "eager", "one stream", "streams"
 PLAIN = "one stream, plain"
@@ -59,6 +61,19 @@ class AccelerateConfig:
         if self.fusion not in set(Fusion):
             raise SearchError(f"fusion is {self.fusion!r}; there are {', '.join(Fusion)}")
         object.__setattr__(self, "fusion", Fusion(self.fusion))  # its text will do
+
+
+def configured(
+    function: Callable[..., Any],
+    config: AccelerateConfig | None,
+    settings: Mapping[str, Any],
+    **fixed: Any,
+) -> AccelerateConfig:
+    """The config of a call of a function whose further keywords are fields of it, but for those
+    that the function itself has fixed."""
+    own = [entry.name for entry in fields(AccelerateConfig) if entry.name not in fixed]
+    check_settings(function, settings, own)
+    return replace(config or AccelerateConfig(), **settings, **fixed)
 
 
 def name_of(device: Device) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from placewright.acceleration.config import ONE, AccelerateConfig, device_of, name_of
+from placewright.acceleration.config import ONE, AccelerateConfig, configured, device_of, name_of
 from placewright.acceleration.task import SearchTask
-from placewright.backends.pytorch.exporting import Inputs
+from placewright.backends.pytorch.exporting import Inputs, check_module
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.device import Device, Turns
@@ -44,7 +44,8 @@ def accelerate(
         plan: what `save` wrote, or plans: applied without a search.
         without_cuda: `error`, or `model` to get the module back where it is not on a GPU.
     """
-    config = replace(config or AccelerateConfig(), **settings)
+    check_module(accelerate, model)
+    config = configured(accelerate, config, settings)
     if without_cuda not in ("error", "model"):
         raise SearchError(f"without_cuda is {without_cuda!r}; there are 'error' and 'model'")
     example = Inputs.of(inputs)

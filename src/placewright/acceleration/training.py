@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from placewright.acceleration.config import AccelerateConfig, device_of, name_of
+from placewright.acceleration.config import AccelerateConfig, configured, device_of, name_of
 from placewright.acceleration.task import SearchTask
-from placewright.backends.pytorch.exporting import Inputs, Loss, Task, loss_of
+from placewright.backends.pytorch.exporting import Inputs, Loss, Task, check_module, loss_of
 from placewright.backends.pytorch.streams import plan as plans
 from placewright.backends.pytorch.streams.accelerated import Accelerated, Entry
 from placewright.backends.pytorch.streams.device import Device
@@ -125,7 +125,8 @@ def accelerate_step(
         config: how to search; or give its fields as further keywords.
         plan: what `save` wrote, or plans: applied without a search.
     """
-    config = replace(config or AccelerateConfig(), copy_outputs=False, **settings)
+    check_module(accelerate_step, model)
+    config = configured(accelerate_step, config, settings, copy_outputs=False)
     example = Inputs.of(inputs)
     device = device_of(model, example, config)
     if device is None:

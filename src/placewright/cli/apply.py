@@ -10,6 +10,7 @@ import typer
 from placewright.backends import Plan, backend_of, is_graph_file, model_names
 from placewright.cli import common
 from placewright.cli.options import add_command, split
+from placewright.cli.outputs import check_output
 from placewright.errors import ModelError
 from placewright.placement import read_ops
 
@@ -60,6 +61,8 @@ def apply(
         raise ModelError(f"{model}: a graph file has no devices to set; give TensorFlow's model")
     if path.resolve() == Path(output).resolve():
         raise ModelError(f"{output}: is the model itself; choose another place for the placed one")
+    if not Path(output).is_dir():  # a SavedModel may be written to one that is empty
+        check_output(output)
     backend = backend_of(path)
     if backend is None:
         raise ModelError(f"{model}: not a kind of file that a placement can be put into")

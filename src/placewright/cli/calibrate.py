@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,10 +14,11 @@ from placewright import backends
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.options import Only, UsageError, add_command
+from placewright.cli.outputs import check_output
 from placewright.cli.real import FeedsOption, RealRuns, feeds_from, run_config
 from placewright.cluster import Cluster
 from placewright.errors import CostsError, MissingExtraError
-from placewright.files import check_new, write_text
+from placewright.files import write_text
 from placewright.placement import everything_on
 from placewright.problem import Problem, ProblemConfig
 from placewright.units import format_bytes, format_seconds
@@ -53,7 +55,10 @@ class CalibrationOptions:
         # What is measured for minutes must not be lost for want of a place to put it.
         for path in (self.output, self.plot):
             if path is not None:
-                check_new(path, CostsError)
+                check_output(path)
+        written = [Path(path).resolve() for path in (self.output, self.plot) if path is not None]
+        if len(set(written)) < len(written):
+            raise UsageError(f"{self.plot}: the costs and the plot cannot both be written there")
         if self.plot is not None and importlib.util.find_spec("plotly") is None:
             raise MissingExtraError("a plot as HTML", "report")
 

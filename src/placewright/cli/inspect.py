@@ -12,6 +12,7 @@ from rich.table import Table
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.options import Only, add_command
+from placewright.cli.outputs import GRAPH, check_output
 from placewright.graph import Graph, Loop
 from placewright.grouping import Grouping
 from placewright.problem import ProblemConfig, group_ops
@@ -39,6 +40,8 @@ def inspect(
 
     Example: placewright inspect inception_v3 --scale small
     """
+    if save is not None:
+        check_output(save, GRAPH, reads=[model])
     graph = common.load_graph(model, load)
     grouping = group_ops(graph, problem)
     if save is not None:

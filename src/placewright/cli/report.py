@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.padding import Padding
 
 from placewright.cli import common
 from placewright.cli.options import UsageError, add_command
+from placewright.cli.outputs import PAGE, check_output
 from placewright.units import parse_duration
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def report(
 
     directories = [directory] if other is None else [directory, other]
     budget = _what_if_budget(what_if)
+    default = Path(directory) / "report.html"
+    check_output(output or default, PAGE, own=default)
     if plan := next(filter(holds_plan, directories), None):
         if other is not None:
             raise UsageError(

@@ -12,6 +12,7 @@ from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.common import PlacementOptions
 from placewright.cli.options import Only, add_command
+from placewright.cli.outputs import TRACE, check_output
 from placewright.cluster import Cluster
 from placewright.costs import Source
 from placewright.errors import PlacementError
@@ -51,6 +52,8 @@ def simulate(
 
     Example: placewright simulate rnnlm --cluster k80x2 --device gpu:0 --trace trace.json
     """
+    if trace is not None:
+        check_output(trace, TRACE, reads=[model, cluster, choice.placement, *problem.costs])
     machine = Cluster.load(cluster)
     made = common.load_problem(common.load_graph(model, load), machine, problem)
     made, placement = choice.load(made)

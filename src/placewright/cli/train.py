@@ -10,9 +10,9 @@ import typer
 from placewright.backends.base import LoadOptions
 from placewright.cli import common
 from placewright.cli.options import Only, add_command
+from placewright.cli.outputs import check_output
 from placewright.cli.place import LearnerOption, stop_on_interrupt
 from placewright.cluster import Cluster
-from placewright.errors import SearchError
 from placewright.session.config import SearchConfig
 from placewright.units import format_seconds
 
@@ -52,18 +52,13 @@ def train(
 
     Example: placewright train --models rnnlm,nmt --clusters k80x4 -b 10m -o policy.st
     """
-    from pathlib import Path
-
     from placewright import methods
     from placewright.evaluators.simulated import SimulatedEvaluator
     from placewright.problem import make_problem
 
     if search.budget is None and search.trials is None:
         search = replace(search, budget="10m")
-    if Path(output).exists():
-        raise SearchError(f"{output}: is there already; choose another file")
-    if not Path(output).absolute().parent.is_dir():
-        raise SearchError(f"{output}: its directory does not exist")
+    check_output(output)
     methods.check_learning("train")
     from placewright.learning.config import PPO, configured
     from placewright.learning.policy import Policy

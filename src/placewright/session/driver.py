@@ -18,7 +18,7 @@ from placewright.calibration import Calibration
 from placewright.cluster import Cluster
 from placewright.distributed.config import TeamConfig
 from placewright.distributed.team import Team, assemble
-from placewright.errors import SearchError
+from placewright.errors import SearchError, check_settings
 from placewright.evaluators.base import Evaluator
 from placewright.evaluators.measured import MeasuredEvaluator
 from placewright.evaluators.simulated import SimulatedEvaluator
@@ -409,11 +409,7 @@ def place(
             `problem` and `team`; or of `LoadOptions` (`scale`, `batch`, `dims`, ...).
     """
     known = _OF_SEARCH | _OF_PROBLEM | _OF_TEAM | _OF_MODEL
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise SearchError(
-            f"place() has no setting {unknown[0]!r}; there are {', '.join(sorted(known))}"
-        )
+    check_settings(place, settings, known)
     of_search = {name: value for name, value in settings.items() if name in _OF_SEARCH}
     of_team = {name: value for name, value in settings.items() if name in _OF_TEAM}
     config = replace(config or SearchConfig(), **of_search)

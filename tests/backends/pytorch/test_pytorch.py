@@ -659,3 +659,46 @@ def test_a_plan_imports_nothing_that_it_names(
         with pytest.raises(PlacementError, match=r"plan\.json: malformed plan: inputs in a"):
             pt.load("plan.json")
         assert not Path("was_here").exists()
+
+
+LIMIT = {"cuda:0": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "complaint"),
+    [
+        (pt.plan, {"bugdet": 2}, r"plan\(\) has no argument 'bugdet'; did you mean budget\?"),
+        (pt.plan, {"op_level": True}, r"plan\(\) has no argument 'op_level'; did you mean level"),
+        (pt.plan, {"trian": True}, r"plan\(\) has no argument 'trian'; did you mean train"),
+        (
+            pt.place,
+            {"device": ["cpu"]},
+            r"place\(\) has no argument 'device'; did you mean devices",
+        ),
+        (pt.offload, {"memory": LIMIT, "sed": 1}, r"offload\(\) .* did you mean seed\?"),
+        (pt.accelerate, {"stream": 2}, r"accelerate\(\) .*'stream'; did you mean streams\?"),
+        (pt.accelerate_step, {"loss": 1}, r"accelerate_step\(\) .* did you mean loss_fn\?"),
+        (pt.accelerate_step, {"copy_outputs": 1}, r"accelerate_step\(\) has no argument"),
+        (pt.accelerate, {"xyzzy": 2}, "'xyzzy'; it has candidates, config, copy_outputs"),
+    ],
+)
+def test_a_misspelled_keyword_is_told(
+    function: Any, settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(SearchError, match=complaint):
+        function(nn.Linear(2, 2), torch.ones(1, 2), **settings)
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [(pt.accelerate, {}), (pt.accelerate_step, {}), (pt.plan_offload, {"memory": LIMIT}),
+     (pt.offload, {"memory": LIMIT}), (pt.plan, {}), (pt.place, {})],
+)  # fmt: skip
+def test_what_is_no_module_is_told(function: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"a torch\.nn\.Module"):
+        function(3, torch.ones(1, 2), **settings)
+
+
+def test_a_limit_that_is_no_size_is_told_with_its_argument() -> None:
+    with pytest.raises(ClusterError, match=r"max_memory={'cpu': 'much'}: give bytes"):
+        pt.plan(nn.Linear(2, 2), torch.ones(1, 2), max_memory={"cpu": "much"})

@@ -69,6 +69,14 @@ class Task:
             object.__setattr__(self, "targets", (self.targets,))
 
 
+def check_module(function: Callable[..., Any], model: object) -> None:
+    """Raises where what a function of users was given first is no module."""
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(
+            f"{function.__name__}() takes a torch.nn.Module, not a {type(model).__name__}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """The forward pass as a graph, on fake tensors."""

@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from placewright.backends.pytorch.exporting import Inputs, Task, first_line, quiet
 from placewright.backends.pytorch.program import TorchModel
-from placewright.errors import ModelError
+from placewright.errors import ModelError, check_settings
 
 FUNCTION = re.compile(r"^(?P<where>.+):(?P<name>[A-Za-z_]\w*)$")
 """A function in a file or in an importable module."""
@@ -101,11 +102,8 @@ def as_model(value: Any, text: str) -> TorchModel:
     if not isinstance(module, torch.nn.Module) or not isinstance(settings, Mapping):
         raise ModelError(f"{text}: returns something else than a module first; {_RETURNS}")
     name = text.rpartition(":")[2]
-    try:
-        task = Task(**settings)
-    except TypeError as fault:
-        raise ModelError(f"{text}: {first_line(fault)}; {_RETURNS}") from None
-    return TorchModel(module, Inputs.of(inputs), task, name)
+    check_settings(f"{text}: its step", settings, (f.name for f in fields(Task)), ModelError)
+    return TorchModel(module, Inputs.of(inputs), Task(**settings), name)
 
 
 def from_exported_program(path: Path) -> TorchModel:
