@@ -55,15 +55,47 @@ def test_work_that_does_not_end_is_abandoned() -> None:
     never_set.set()
 
 
-def test_a_process_ends_with_its_code_though_work_goes_on() -> None:
+def _exit(script: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("stop", ["return True", "raise KeyboardInterrupt"])
+def test_a_process_ends_with_its_code_though_work_goes_on(stop: str) -> None:
+    """Also where a second Ctrl-C ends the waiting."""
     script = (
-        "import time; from placewright.stopping import Stopped, Worker, leave\n"
-        "try: Worker(0.1).run(lambda: time.sleep(600), lambda: True)\n"
-        "except Stopped: print('given up')\n"
+        "import torch\n"
+        "from placewright.stopping import Stopped, Worker, leave\n"
+        f"def stop(): {stop}\n"
+        "def work():\n"
+        "    matrix = torch.ones(200, 200)\n"
+        "    while True: matrix @ matrix\n"
+        "worker = Worker(0.1)\n"
+        "try: worker.run(work, stop)\n"
+        "except (Stopped, KeyboardInterrupt): print('given up')\n"
+        "worker.close()\n"
         "leave(130)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "given up\n", "")
+    assert _exit(script) == (130, "given up\n", "")
+
+
+def test_a_process_ends_with_its_code_though_a_worker_has_much_to_free() -> None:
+    """As a policy of many tensors is; here what is freed takes its time within torch."""
+    script = (
+        "import time, torch\n"
+        "from placewright.stopping import Worker, leave\n"
+        "class Policy:\n"
+        "    def ask(self): return 'asked'\n"
+        "    def __del__(self):\n"
+        "        matrix = torch.ones(200, 200)\n"
+        "        for _ in range(2000): matrix @ matrix\n"
+        "worker = Worker()\n"
+        "print(worker.run(Policy().ask, lambda: False))\n"
+        "worker.close()\n"
+        "time.sleep(0.1)\n"
+        "leave(0)"
+    )
+    assert _exit(script) == (0, "asked\n", "")
 
 
 def test_compiled_code_is_told() -> None:

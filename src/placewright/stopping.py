@@ -70,7 +70,7 @@ class Worker:
     that takes too long after a stop.
 
     What is abandoned goes on in its thread, as nothing can end it, and its result is lost; the
-    thread does not keep the process from ending.
+    thread does not keep the process from ending (see `leave`).
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS) -> None:
@@ -88,7 +88,8 @@ class Worker:
         on_stop: Callable[[], object] = never,
     ) -> _R:
         """Calls the function in the thread; raises what it raises, and `Stopped` when it is still
-        at it some seconds after `stop()`, which `on_stop` lets it know."""
+        at it some seconds after `stop()`, which `on_stop` lets it know. Whatever else ends the
+        waiting, such as a second Ctrl-C, abandons the call too."""
         if self.abandoned:
             raise Stopped
         if self._thread is None:
@@ -96,27 +97,44 @@ class Worker:
             self._thread.start()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._calls.put((function, answer))
+        try:
+            value, error = self._wait(answer, stop, on_stop)
+        except BaseException:
+            self.abandoned = True
+            _abandoned.append(self._thread)
+            raise
+        if error is not None:
+            raise error
+        result: _R = value
+        return result
+
+    def _wait(
+        self,
+        answer: queue.SimpleQueue[Any],
+        stop: Callable[[], bool],
+        on_stop: Callable[[], object],
+    ) -> tuple[Any, BaseException | None]:
         until: float | None = None
         while True:
             try:
-                value, error = answer.get(timeout=_POLL_SECONDS)
+                return answer.get(timeout=_POLL_SECONDS)  # type: ignore[no-any-return]
             except queue.Empty:
                 if until is None and stop():
                     on_stop()
                     until = time.monotonic() + self.grace_seconds
                 elif until is not None and time.monotonic() >= until:
-                    self.abandoned = True
-                    _abandoned.append(self._thread)
                     raise Stopped from None
-                continue
-            if error is not None:
-                raise error
-            result: _R = value
-            return result
 
     def close(self) -> None:
-        """Lets the thread end after what it is doing."""
+        """Ends the thread, and waits for that; an abandoned one ends after what it is doing.
+
+        The thread may be the last that holds what it was called with, such as a policy of many
+        tensors. To free those takes a while and goes through C++, where the end of the process
+        must not find it (see `leave`).
+        """
         self._calls.put(None)
+        if self._thread is not None and not self.abandoned:
+            self._thread.join()
 
 
 def leave(code: int) -> NoReturn:

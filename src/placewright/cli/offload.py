@@ -165,8 +165,7 @@ def _how(plan: OffloadPlan, unit: UnitPlan, shape: str) -> str:
 
 _HOW = {"stays": "stays", "travels": "travels", "host": "computed by the host"}
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="Placewright">
-<title>{title}</title><style>
+<html lang="en"><head><meta charset="utf-8"><title>{title} - Placewright</title><style>
 :root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
 table {{ border-collapse: collapse }}
