@@ -103,16 +103,22 @@ def test_load_of_others_is_told_from_our_own() -> None:
     assert Load([burner.pid]).share() is None  # it is gone
 
 
+def child_of(folder: Path, code: str) -> Child:
+    """A process that runs this, and reads nothing."""
+    (folder / "of_a_test.py").write_text(code)
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return Child("of_a_test", {}, seconds=5.0, environment={"PYTHONPATH": path})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads end by themselves there alone")
 def test_a_child_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "half.py").write_text(
+    child = child_of(
+        tmp_path,
         "import ctypes, os, threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(1.0), os._exit(7))).start()\n"
         "print('going', flush=True)\n"
-        "ctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64' else 93, 0)\n"
+        "ctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64' else 93, 0)\n",
     )
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    child = Child("half", {}, seconds=5.0, environment={"PYTHONPATH": path})
     try:
         state, until = "", time.monotonic() + 20.0
         while state != "Z" and time.monotonic() < until:
@@ -126,16 +132,15 @@ def test_a_child_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="flags of processes are told there alone")
 def test_a_child_that_still_gives_its_memory_back_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "large.py").write_text(
+    child = child_of(
+        tmp_path,
         "import mmap, time\n"
         "memory = mmap.mmap(-1, 256 << 20)\n"
         "for place in range(0, len(memory), mmap.PAGESIZE):\n"
         "    memory[place] = 1\n"
         "print('there', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(60)\n",
     )
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    child = Child("large", {}, seconds=5.0, environment={"PYTHONPATH": path})
     try:
         until = time.monotonic() + 20.0
         while "there" not in child.last_words() and time.monotonic() < until:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +46,16 @@ class Correction:
 
     def apply(self, problem: Problem) -> Problem:
         cluster = problem.cluster
-        links = tuple(self._link(cluster, link) for link in cluster.links)
+        beside = _beside_accelerators(cluster)
+        links = tuple(
+            self._link(link, _packs(cluster, link), beside and _ends_on_cpu(cluster, link, any))
+            for link in cluster.links
+        )
         # On processors what is fitted is the whole of an op, issuing it included.
         whole = np.array([[kind.type == "cpu"] for kind in problem.cluster.kinds])
         overhead = np.where(whole, problem.costs.overhead_seconds, 0.0)
         seconds = (problem.costs.op_seconds + overhead) * self.ops
-        if _beside_accelerators(cluster):
+        if beside:
             longer = np.where(seconds > 0.0, seconds * self.cpu_ops + self.cpu_wait, seconds)
             seconds = np.where(whole, longer, seconds)
         costs = dataclasses.replace(
@@ -63,9 +67,7 @@ class Correction:
         cluster = dataclasses.replace(cluster, links=links, contention=self.contention)
         return dataclasses.replace(problem, cluster=cluster, costs=costs)
 
-    def _link(self, cluster: Cluster, link: Link) -> Link:
-        packs = _packs(cluster, link)
-        beside = _beside_accelerators(cluster) and _ends_on_cpu(cluster, link)[0]
+    def _link(self, link: Link, packs: bool, beside: bool) -> Link:
         share = self.overhead_bytes if packs else 0.0
         latency = link.latency_seconds * self.latency * (self.cpu_latency if beside else 1.0)
         bandwidth = link.bandwidth * self.bandwidth * (self.cpu_bandwidth if beside else 1.0)
@@ -86,17 +88,16 @@ def _beside_accelerators(cluster: Cluster) -> bool:
     return len({device.type == "cpu" for device in cluster.devices}) > 1
 
 
-def _ends_on_cpu(cluster: Cluster, link: Link) -> tuple[bool, bool]:
-    """Whether a link has an end at a processor, and whether all of its ends are."""
+def _ends_on_cpu(cluster: Cluster, link: Link, enough: Callable[[Iterable[bool]], bool]) -> bool:
+    """Whether any or all ends of a link are processors."""
     on_cpu = {device.name for device in cluster.devices if device.type == "cpu"}
-    found = [end in on_cpu for pair in link.pairs for end in pair]
-    return any(found), all(found)
+    return enough(end in on_cpu for pair in link.pairs for end in pair)
 
 
 def _packs(cluster: Cluster, link: Link) -> bool:
     """Whether a device is busy with what it sends: where streams copy, none is, but from one CPU to
     another."""
-    return not cluster.in_order or _ends_on_cpu(cluster, link)[1]
+    return not cluster.in_order or _ends_on_cpu(cluster, link, all)
 
 
 _STARTS = tuple(

@@ -277,11 +277,12 @@ class Rounds:
         )  # fmt: skip
         apart = max(1, round(rounds.distance * real.problem.num_groups))
         chosen: dict[Placement, str] = {}
+        most = self._num_candidates(seconds)
         for placement in simulated.ordered():
             near = any(np.sum(placement.devices != other.devices) < apart for other in chosen)
             if placement not in real.samples and not near:
                 chosen[placement] = simulated.found_by[placement]
-            if len(chosen) == self._num_candidates(seconds):
+            if len(chosen) == most:
                 break
         return list(chosen.items())
 

@@ -81,9 +81,7 @@ class PyTorchBackend(Backend):
         return TorchRunner(program, cluster, config, feeds=feeds)
 
     def why_not_measured(self, program: Any) -> str:
-        if program.step is not None:
-            return ""
-        return program.why_no_step or "it could not be exported as one graph"
+        return str(program.why_no_step)
 
     def why_not_here(self, cluster: Cluster, config: RunConfig | None = None) -> str:
         if all(device.type == "cpu" for device in cluster.devices):

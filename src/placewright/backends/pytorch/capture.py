@@ -32,8 +32,8 @@ from placewright.backends.pytorch.exporting import (
     storages,
     training_graph,
 )
-from placewright.backends.pytorch.flops import flops_of, is_foreign, op_name, work_of
-from placewright.backends.pytorch.steps import Source, Step, make_step
+from placewright.backends.pytorch.flops import flops_of, op_name, work_of
+from placewright.backends.pytorch.steps import Source, Step, is_foreign, make_step
 from placewright.errors import ModelError
 from placewright.graph import DTYPE_BYTES, DisjointSets, Edge, Graph, Op, Tensor, Work
 

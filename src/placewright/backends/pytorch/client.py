@@ -126,22 +126,23 @@ class Client:
             self._reset()
         # The execution, and its memory, are gone when it is traced.
         answer, timed = self._timed(
-            self._execution(request["devices"], memory_bytes=request.get("memory_bytes")), request
-        )
+            self._execution(request["devices"], memory_bytes=request.get("memory_bytes")),
+            request, checks,
+        )  # fmt: skip
         if answer["outcome"] == "ok" and request["traces"]:
             answer["trace"] = self._trace(request["devices"], request["traces"])
         answer["overhead_seconds"] = max(0.0, time.monotonic() - began - timed)
         return answer
 
     def _timed(
-        self, execution: Execution, request: Mapping[str, Any]
+        self, execution: Execution, request: Mapping[str, Any], checks: bool
     ) -> tuple[dict[str, Any], float]:
         """The answer, and the seconds of all its steps."""
         train = request["train_steps"]
         answer: dict[str, Any] = {"outcome": "ok"}
         with _seeded():
             execution.step()
-        if request["check"] or not self._checked:
+        if checks:
             if self._steady is self._prepared:
                 self._check(execution, self._prepared)
             # With everything on one device nothing travels, and little can go wrong.
@@ -212,8 +213,10 @@ class Client:
         other kinds, whose order differs from device to device."""
         made = self._prepared
         step = without_dropout(made.step)
-        if step is None or step is made.step:
-            return None if step is None else made
+        if step is None:
+            return None
+        if step is made.step:
+            return made
         device = torch.device(self._opened.gpus[0].device if self._opened.gpus else "cpu")
         works = works_of(step)
         learned = learn(step, works, made.values.all_on(device), device)

@@ -26,6 +26,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from placewright.backends.pytorch.steps import is_foreign
 from placewright.graph import Work
 
 
@@ -87,15 +88,6 @@ def op_name(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
     return str(getattr(target, "__name__", target))
-
-
-def is_foreign(target: Any) -> bool:
-    """Whether an op is not torch's own: another library has registered it in this process, and what
-    it does is not known."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
-
-
-_OWN = ("aten", "prims")
 
 
 def work_of(target: Any, view: bool) -> Work:

@@ -59,6 +59,7 @@ class TorchProgram:
     step: Step | None = None
     """What runs; None where it cannot be run in a process of its own."""
     why_no_step: str = ""
+    """Where there is none."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """The module's own parameters, buffers and constants."""
     backend: str = "pytorch"

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from placewright.backends import get
 from placewright.backends.links import Pair, routes_to_time, solved
 from placewright.backends.process_runner import ProcessRunner
 from placewright.backends.processes import Child
@@ -37,9 +36,8 @@ class TorchRunner(ProcessRunner):
 
     def _begin(self) -> None:
         program = self.program
-        reason = get("pytorch").why_not_measured(program)
-        if reason:
-            raise WorkerError(f"{program.model} cannot be measured: {reason}")
+        if program.step is None:
+            raise WorkerError(f"{program.model} cannot be measured: {program.why_no_step}")
         self.places = places_of(self.cluster)
         gpus = {place.device for place in self.places if place.on_gpu}
         if self._captures and len(gpus) > 1:

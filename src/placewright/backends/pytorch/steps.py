@@ -19,7 +19,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from placewright.backends.pytorch.exporting import MODEL
-from placewright.backends.pytorch.flops import is_foreign
 from placewright.errors import ModelError
 
 Node = torch.fx.Node
@@ -151,6 +150,15 @@ def function_of(target: str) -> Callable[..., Any]:
     if not isinstance(function, torch._ops.OpOverload):
         raise ModelError(f"{target} is no op of torch")
     return function
+
+
+def is_foreign(target: Any) -> bool:
+    """Whether an op is not torch's own: another library has registered it in this process, and what
+    it does is not known."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _OWN
+
+
+_OWN = ("aten", "prims")
 
 
 _DROPOUT = "aten.native_dropout.default"

@@ -47,7 +47,7 @@ def trace_step(
         raise UnsuitableError(str(fault)) from None
     step = program.step
     if step is None:
-        raise UnsuitableError(program.why_no_step or "it cannot be exported as one graph")
+        raise UnsuitableError(program.why_no_step)
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs), task.targets))
     devices = {t.device for t in [*module.parameters(), *leaves] if isinstance(t, torch.Tensor)}
     if len(devices) != 1:
